@@ -28,7 +28,8 @@ def inspect(
 ) -> Coverage:
     """List which operations of a model would be quantized for a target, and why others would not.
 
-    The model stays unchanged. A warning is given if nothing would be quantized.
+    The model stays unchanged. A warning is given if nothing would be quantized. A model that already has quantizers is
+    not analysed again: the result is its own coverage, and all other arguments are ignored.
 
     Args:
         model: A module, an ExportedProgram, or the path of an .onnx or .pt2 file.
@@ -43,9 +44,11 @@ def inspect(
     Returns:
         One row per operation.
     """
-    if isinstance(model, nn.Module) and has_record(model):
+    if isinstance(model, nn.Module) and has_record(model):  # insert_qdq returned it
         return coverage(model)
+    # To `transform`, None means "no example": torch.fx records the model. () means "only keyword inputs".
     inputs = () if example_inputs is None and kwargs else example_inputs
+    # copy=False: the graph shares its parameters with the model, and decisions do not write to them.
     result = transform(model, inputs, target=target, kwargs=kwargs, leave=leave, dynamic_axes=dynamic_axes, copy=False)
     _, _, predicted = make_decisions(result.model, result.matches, QuantConfig.build(config), find_target(target))
     if predicted.is_empty:

@@ -15,7 +15,9 @@ from scalepoint.cli.output import NARROW_WIDTH, discard_output, prepare_streams,
 from scalepoint.errors import ScalepointWarning
 from scalepoint.support.interrupts import interrupts_remembered
 
-_USAGE_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException, from click or from the copy of click inside typer
+# The base class of usage errors, picked by name: typer raises that of click, or of the copy of click inside typer.
+_USAGE_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_COMPLETION_VARIABLE = "_SCALEPOINT_COMPLETE"  # set by the shell while typer prints completions
 EXIT_CODES = (
     "Exit codes: 0 done and verified; 1 internal error; 2 usage or config; 3 the model cannot be captured or the "
     "target cannot run it; 4 verification failed or the runtime is missing; 5 accuracy, speed or size outside the "
@@ -50,6 +52,7 @@ config = typer.Typer(rich_markup_mode=app.rich_markup_mode, help="Commands for c
 
 
 def _show_version(is_set: bool) -> None:
+    """Callback of --version. It is eager, so typer calls it before a command is needed."""
     if is_set:
         show(f"scalepoint {scalepoint.__version__}")
         raise typer.Exit
@@ -64,6 +67,7 @@ def _start(
     pass
 
 
+# function, name on the command line, examples of its help text
 COMMANDS = (
     (
         deploy.deploy,
@@ -137,7 +141,7 @@ def run(arguments: list[str]) -> int:
         _quiet_warnings(is_debug)
         try:
             code = app(arguments, standalone_mode=False, prog_name="scalepoint")
-            # After Ctrl-C, typer returns 130 without a message.
+            # Our commands return a Code and have printed a message. After Ctrl-C typer returns a plain 130 without one.
             if code == Code.INTERRUPTED and not isinstance(code, Code):
                 code = report_interrupt()
         except _USAGE_ERROR as error:
@@ -148,11 +152,17 @@ def run(arguments: list[str]) -> int:
             code = _ignore_closed_pipe()
         except KeyboardInterrupt:
             code = report_interrupt()
-        except SystemExit as exit_:  # by typer: shell completion is done, or the reader of the help closed the pipe
-            code = exit_.code if "_SCALEPOINT_COMPLETE" in os.environ else _ignore_closed_pipe()
+        except SystemExit as exit_:  # only typer raises it
+            code = _code_of_typer_exit(exit_)
         except Exception as error:
             code = report_error(error, name, is_json=is_json, is_debug=is_debug)
     return flush_and_exit_code(int(code or 0))
+
+
+def _code_of_typer_exit(exit_: SystemExit) -> Any:
+    if _COMPLETION_VARIABLE in os.environ:  # the completions are printed
+        return exit_.code
+    return _ignore_closed_pipe()  # the reader of the help closed the pipe
 
 
 def _ignore_closed_pipe() -> Code:

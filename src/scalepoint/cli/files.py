@@ -140,7 +140,7 @@ def bench(
         ]
         speed = f"{'' if result.ratio >= 1 else 'SLOWER: '}{format_ratio(result.ratio)} the speed"
         show(
-            Listing(("file", "median", "size"), rows, numbers=(1, 2)),
+            Listing(("file", "median", "size"), rows, number_columns=(1, 2)),
             Text(to_one_line(f"{second.name}: {speed} of {first.name} ({result.conditions})")),
             *_show_throughput(results, first, second),
             *_show_slowest(layers, profiled_file, second),
@@ -188,7 +188,7 @@ def _show_throughput(results: Sequence[Any], first: Path, second: Path) -> Itera
         for result in results
     ]
     columns = ("batch", "threads", f"{first.name}, per second", f"{second.name}, per second", "speed")
-    yield Listing(columns, rows, numbers=(0, 1, 2, 3, 4))
+    yield Listing(columns, rows, number_columns=(0, 1, 2, 3, 4))
 
 
 def _profile_layers(first: Path, second: Path, feeds: Any, runtime: Any, threads: int) -> Sequence[Any]:
@@ -220,7 +220,7 @@ def _show_slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[
         )
         for layer in layers[:MAX_SLOWEST_LAYERS]
     ]
-    yield Listing(("slowest layer", first.name, second.name, "speed", "kernels"), rows, numbers=(1, 2, 3))
+    yield Listing(("slowest layer", first.name, second.name, "speed", "kernels"), rows, number_columns=(1, 2, 3))
     if slower_layers := describe_slower_layers(layers):
         yield Text(to_one_line(f"{second.name} loses time in {slower_layers}"))
 

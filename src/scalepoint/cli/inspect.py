@@ -88,7 +88,7 @@ def coverage_listing(coverage: Any) -> Listing:
         (row.name, row.kind, row.precision, row.explanation, format_count(row.macs), format_count(row.parameters))
         for row in coverage.operations
     ]
-    return Listing(("operation", "kind", "runs in", "why", "MACs", "weights"), rows, numbers=(4, 5))
+    return Listing(("operation", "kind", "runs in", "why", "MACs", "weights"), rows, number_columns=(4, 5))
 
 
 def _random_inputs(settings: DeployConfig) -> Any:

@@ -1,6 +1,7 @@
 """Output of commands: results on stdout, messages on stderr.
 
-Control characters in names are escaped. A reader that closes the pipe is not an error.
+Control characters in names are escaped by `say` and `Listing`; other parts that are given to `show` must be escaped by
+the caller. A reader that closes the pipe is not an error.
 """
 
 import json
@@ -43,7 +44,7 @@ def shorten(text: str, max_length: int = MAX_TEXT_LENGTH) -> str:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print a result on stdout."""
+    """Print a result on stdout. Names in it must be escaped, see the top of this file."""
     _print(sys.stdout, parts)
 
 
@@ -59,6 +60,7 @@ def show_json(command: str, fields: Mapping[str, Any]) -> None:
 
 
 def _print(stream: TextIO, parts: Sequence[RenderableType]) -> None:
+    # Rich renders into memory, and `write` writes: it alone handles a closed pipe, and prints on rank 0 only.
     console = Console(file=stream)
     with console.capture() as capture:
         for part in parts:
@@ -92,12 +94,20 @@ def discard_output(stream: TextIO) -> None:
 
 
 class Listing:
-    """A table. On a narrow screen each row becomes a block of lines, so that no cell is cut off."""
+    """A table. On a narrow screen each row becomes a block of lines, so that no cell is cut off.
 
-    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> None:
+    Args:
+        columns: Their titles.
+        rows: One value per column, converted to text and escaped here.
+        number_columns: Indices of the columns with numbers, which are aligned to the right and not wrapped.
+    """
+
+    def __init__(
+        self, columns: Sequence[str], rows: Sequence[Sequence[object]], number_columns: Sequence[int] = ()
+    ) -> None:
         self.columns = columns
         self.rows = [[to_one_line(cell) for cell in row] for row in rows]
-        self.numbers = numbers
+        self.number_columns = number_columns
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.rows:
@@ -111,7 +121,7 @@ class Listing:
             return
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for index, name in enumerate(self.columns):
-            is_number = index in self.numbers
+            is_number = index in self.number_columns
             table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
         for row in self.rows:
             table.add_row(*map(Text, row))

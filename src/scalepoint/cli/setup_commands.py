@@ -167,7 +167,11 @@ def cache(
     if json:
         show_json("cache", {"folder": folder, "files": rows, "deleted": deleted})
         return Code.DONE
-    show(Listing(("file", "layers", "networks", "bytes"), [tuple(row.values()) for row in rows], numbers=(1, 2, 3)))
+    show(
+        Listing(
+            ("file", "layers", "networks", "bytes"), [tuple(row.values()) for row in rows], number_columns=(1, 2, 3)
+        )
+    )
     show(Text(f"{len(rows)} files {'deleted from' if clear else 'in'} {folder}"))
     return Code.DONE
 

@@ -81,18 +81,18 @@ def verify(
     if code:
         has_outputs = verification.sqnr > float("-inf")
         say("failed: the file does not agree with the simulation" if has_outputs else "failed", "red")
-        _extract_first_departure(verification, file, quantized, inputs, folder)
+        _extract_failing_layer(verification, file, quantized, inputs, folder)
     return code
 
 
-def _extract_first_departure(verification: Any, file: Path, quantized: Any, inputs: Any, folder: Path) -> None:
+def _extract_failing_layer(verification: Any, file: Path, quantized: Any, inputs: Any, folder: Path) -> None:
     """Write the first layer that departs by itself as a small file, if ONNX Runtime ran the file."""
     if verification.status.value != "ok" or verification.runtime != "onnxruntime":
         return
-    from scalepoint.pipeline.stages import write_departing_layer
+    from scalepoint.pipeline.stages import write_failing_layer
     from scalepoint.pipeline.workspace import DeployWorkspace
 
-    if script := write_departing_layer(DeployWorkspace(folder), file, quantized, inputs):
+    if script := write_failing_layer(DeployWorkspace(folder), file, quantized, inputs):
         say(f"to reproduce the first layer that departs: python {script}")
 
 
@@ -150,7 +150,7 @@ def _layer_listing(rows: Sequence[Any]) -> Listing:
             )
         )
     columns = ("layer", "runs in", "own dB", "quality", "in the net dB", "weight dB", "clipped", "range used")
-    return Listing(columns, cells, numbers=(2, 4, 5, 6, 7))
+    return Listing(columns, cells, number_columns=(2, 4, 5, 6, 7))
 
 
 def _check_other(name: str | None) -> None:

@@ -63,6 +63,11 @@ class StageContext:
     data_fingerprint: str | None = None
     trial_count: int = 0
 
+    def fingerprint_data(self) -> str | None:
+        """Read the calibration data for its fingerprint, and store that for the report."""
+        self.data_fingerprint = self.job.data.fingerprint()
+        return self.data_fingerprint
+
     def count_trial(self) -> int:
         """Return the number of the next trial. A resumed run makes the same trials in the same order."""
         self.trial_count += 1
@@ -131,7 +136,7 @@ class StageContext:
 
     @contextmanager
     def stage(self, name: str, doing: str, inputs: Any, *, is_timed: bool = True) -> Iterator[Stage]:
-        """Enter a cached stage. Pass is_timed=False for a stage whose parts are timed."""
+        """Enter a cached stage, see `stages.py`. Pass is_timed=False for a stage whose parts are timed."""
         with self.workspace.cache.stage(name, inputs) as stage:
             if not stage.must_run and self.job.progress is not False:
                 write_line(f"{doing}: from the cache")

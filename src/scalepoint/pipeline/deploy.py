@@ -217,7 +217,7 @@ def run_job(context: StageContext) -> Deployment:
     send_event(Event("file", str(workspace.output / HTML_FILE)))
 
     def finish() -> None:
-        stages.extract_departure(context, best)
+        stages.extract_failing_layer(context, best)
         write_run_files(context, best, trials)
         write_description_files(context, best, report)
         workspace.finish()
@@ -245,7 +245,7 @@ def make_trial(context: StageContext, trials: Sequence[Trial], plan: TrialPlan, 
     local_times = plan.local_times or (trials[-1].local_times if trials else None)
     model, tuned = stages.quantize(context, folder, plan.config, is_only_trial=is_only, local_times=local_times)
     path, float_path = stages.export_files(context, folder, model)
-    verification = stages.verify_file(context, path, float_path, model, _first_baseline(trials))
+    verification = stages.verify_file(context, path, float_path, model, _first_baseline_name(trials))
     return Trial(
         config=plan.config,
         quantized=model,
@@ -273,8 +273,8 @@ def score_trial(context: StageContext, trial: Trial) -> Trial:
     return scored
 
 
-def _first_baseline(trials: Sequence[Trial]) -> str | None:
-    """Return the float file that the first timed trial was compared with; None if no trial was timed."""
+def _first_baseline_name(trials: Sequence[Trial]) -> str | None:
+    """Return which float file the first timed trial was compared with; None if no trial was timed."""
     latencies = [trial.verification.latency for trial in trials if trial.verification is not None]
     return next((latency.baseline for latency in latencies if latency is not None), None)
 

@@ -2,6 +2,19 @@
 
 All stages except publish are cached (`cache.py`). The cache key has the options that declare the stage in `options.py`,
 the fingerprints of the user's objects, package versions, and the files of earlier stages.
+
+    with context.stage(name, doing, inputs) as stage:    inputs() -> name -> fingerprint; called on rank 0 only
+        result = stage.load(parse)                       None if stage.must_run: not in the cache, or inputs changed
+        if result is None:
+            result = ...
+            stage.store(result as a dict, files=[...])   written when the block ends without an error
+
+`stage.cached` is the dict before parsing. is_timed=False: the parts of the stage are timed, with `context.timed`.
+is_phase=False: the timed step shows its own progress.
+
+Float files (names in `workspace.py`): the float file is our export of the same graph without quantizers. The plain
+export is that of torch.onnx.export. The source copy is the file that the user's model was read from, and replaces the
+plain export; `context.plain_path` is either. The baseline is the one of them that speed is compared with.
 """
 
 import copy
@@ -93,19 +106,21 @@ def quantize(
         fingerprints["local times"] = fingerprint(local_times)
         # Only a cached stage needs the fingerprint now. Otherwise it is computed while calibration reads the data.
         if name in context.workspace.cache.stages:
-            fingerprints["the calibration data"] = context.data_fingerprint = job.data.fingerprint()
+            fingerprints["the calibration data"] = context.fingerprint_data()
         return fingerprints
 
     with context.stage(name, "quantizing", inputs, is_timed=False) as stage:
         model = stage.load(
             lambda _: load(model_folder, job.model, job.example.args, kwargs=job.example.kwargs, target=job.target)
         )
+        # The cached result is {} if the model was not tuned, and None if it could not be loaded.
         tuned = stage.load(TuneReport.from_dict) if model is not None and stage.cached else None
         if model is None:
             model, tuned = _quantize(
                 context, config, dropped, data.data, is_only_trial=is_only_trial, local_times=local_times
             )
-            stage.inputs["the calibration data"] = context.data_fingerprint = data.fingerprint()
+            context.data_fingerprint = data.fingerprint()
+            stage.inputs["the calibration data"] = context.data_fingerprint
             save(model, model_folder)
             stage.store({} if tuned is None else tuned.to_dict(), files=[model_folder / "scalepoint.json"])
     return model, tuned
@@ -213,7 +228,7 @@ def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> 
         context.stage(f"{folder.name} exported", "exporting", inputs) as stage,
     ):
         needs_float = float_stage.must_run and not context.job.is_smoke
-        if stage.must_run or needs_float:
+        if stage.must_run or needs_float:  # one call writes both, from one graph
             new_float_path = float_path if needs_float else None
             distributed.run_on_main("exporting", lambda: _write_files(context, model, path, new_float_path))
             stage.store(files=context.format.files(path))
@@ -241,22 +256,27 @@ def _write_files(context: StageContext, model: fx.GraphModule, path: Path, float
 
 
 def _write_plain_export(context: StageContext, model: fx.GraphModule, float_path: Path) -> None:
-    """Write the float model with torch.onnx.export if speed is measured: it may be faster than our float file."""
+    """Write the plain export if speed is measured: it may be faster than our float file.
+
+    If the model was read from a file of the target's format, that file is copied instead.
+    """
     job = context.job
-    runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
     if job.source_file is not None:
         if context.format.suffix == job.source_file.suffix.lower():
             from scalepoint.formats.onnx.save import copy_model  # noqa: PLC0415  # only for a model that is such a file
 
             copy_model(job.source_file, context.path(context.workspace.work, SOURCE_STEM))
-    elif runtime is not None and runtime.is_installed and not runtime.why_no_speed:
-        names = tuple(build_feeds(model, job.example))
-        request = ExportRequest(job.example, names=names, free_axes=context.format.about(float_path).free_axes)
-        write_baseline_file(job.model, context.format, request, context.path(context.workspace.work, PLAIN_STEM))
+        return
+    runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
+    if runtime is None or not runtime.is_installed or runtime.why_no_speed:
+        return
+    names = tuple(build_feeds(model, job.example))
+    request = ExportRequest(job.example, names=names, free_axes=context.format.about(float_path).free_axes)
+    write_baseline_file(job.model, context.format, request, context.path(context.workspace.work, PLAIN_STEM))
 
 
 def verify_file(
-    context: StageContext, path: Path, float_path: Path, model: fx.GraphModule, baseline: str | None
+    context: StageContext, path: Path, float_path: Path, model: fx.GraphModule, baseline_name: str | None
 ) -> Verification | None:
     """Run the file in its runtime; None if the target has none.
 
@@ -265,19 +285,20 @@ def verify_file(
         path: The file.
         float_path: The float file, for latency.
         model: The simulation.
-        baseline: The float file that the first trial was compared with; None for the first trial.
+        baseline_name: Which float file the first trial was compared with, OWN_BASELINE or PLAIN_BASELINE; None for
+            the first trial, which chooses the faster file.
     """
     job = context.job
     if job.target.runtime is None:
         return None
     name = f"{path.parent.name} verified"
     with context.stage(
-        name, "verifying in the runtime", lambda: verify_inputs(context, path, float_path, baseline)
+        name, "verifying in the runtime", lambda: verify_inputs(context, path, float_path, baseline_name)
     ) as stage:
         result = stage.load(TypeAdapter(Verification).validate_python)
         if result is None:
             result = distributed.run_on_main(
-                "verifying", lambda: _verify(context, path, float_path, model, baseline), Verification
+                "verifying", lambda: _verify(context, path, float_path, model, baseline_name), Verification
             )
             if result.status in (Status.OK, Status.NOT_VERIFIED):  # after an error, a resumed run tries again
                 stage.store(vars(result))
@@ -285,11 +306,12 @@ def verify_file(
 
 
 def _verify(
-    context: StageContext, path: Path, float_path: Path, model: fx.GraphModule, baseline: str | None
+    context: StageContext, path: Path, float_path: Path, model: fx.GraphModule, baseline_name: str | None
 ) -> Verification:
     job = context.job
-    if baseline is None and job.source_file is not None and context.plain_path is not None:
-        baseline = PLAIN_BASELINE  # the .onnx file that the model was read from
+    source_copy = context.plain_path if job.source_file is not None else None
+    if baseline_name is None and source_copy is not None:
+        baseline_name = PLAIN_BASELINE  # `plain_path` is the source copy: the user compares with that file
     fixed_inputs: Mapping[str, torch.Tensor] = getattr(job.model, "fixed_inputs", {}) if job.source_file else {}
     result = verify(
         path,
@@ -300,14 +322,15 @@ def _verify(
         float_path=None if job.is_smoke else float_path,
         plain_path=context.plain_path,
         plain_inputs={name: value.numpy() for name, value in fixed_inputs.items()},
-        baseline=baseline,
+        baseline=baseline_name,
         threads=job.options.threads,
         layers=not job.is_smoke,
     )
     if job.options.dynamic_axes and result.latency is not None:  # free sizes were requested: do not report their cost
         result = replace(result, latency=replace(result.latency, fixed_seconds=None))
-    original = context.plain_path if job.source_file is not None else None
-    return result if job.is_smoke else replace(result, float_size=context.format.about(original or float_path).size)
+    if job.is_smoke:  # it writes no float file
+        return result
+    return replace(result, float_size=context.format.about(source_copy or float_path).size)
 
 
 def file_sizes(context: StageContext, *paths: Path) -> list[int]:
@@ -408,11 +431,12 @@ def publish(context: StageContext, best: Trial) -> Trial:
     if not distributed.is_main():
         return published
     latency = None if verification is None else verification.latency
+    # Our float file is always published, and the plain file only if the reported speed is relative to it.
     is_plain_baseline = latency is not None and latency.baseline == PLAIN_BASELINE
     float_paths = [] if job.is_smoke else [best.float_file, context.plain_path if is_plain_baseline else None]
     paths = [path for path in (*float_paths, best.path) if path is not None]
     sources = [file for path in paths for file in context.format.files(path)]
-    if latency is not None:
+    if latency is not None:  # with these inputs the speed can be measured again
         sources.append(save_inputs(workspace.work, build_feeds(best.model, job.example)))
     workspace.copy(sources)
     # with_graph=None stores the graph as data if that is possible; then load needs no float model.
@@ -420,8 +444,8 @@ def publish(context: StageContext, best: Trial) -> Trial:
     return published
 
 
-def extract_departure(context: StageContext, best: Trial) -> None:
-    """If the file does not match, write the first layer that differs as a separate file with a script, to failing/."""
+def extract_failing_layer(context: StageContext, best: Trial) -> None:
+    """If the file does not match, write the first failing layer as a separate file with a script, to failing/."""
     verification, job = best.verification, context.job
     if verification is None or verification.holds or verification.status != Status.OK:
         return
@@ -429,14 +453,17 @@ def extract_departure(context: StageContext, best: Trial) -> None:
         return
     with suppress(VerificationError):  # the file does not run, so there are no layers to compare
         example = job.example
-        if script := write_departing_layer(context.workspace, best.path, best.model, example.args, example.kwargs):
+        if script := write_failing_layer(context.workspace, best.path, best.model, example.args, example.kwargs):
             send_event(Event("file", str(script)))
 
 
-def write_departing_layer(
+def write_failing_layer(
     workspace: DeployWorkspace, path: Path, model: fx.GraphModule, args: Any, kwargs: Mapping[str, Any] | None = None
 ) -> Path | None:
-    """Write the first layer that differs to failing/. Returns the script that runs it; None if no layer differs."""
+    """Write the first layer that departs from the simulation by itself to failing/.
+
+    Returns the script that runs it; None if no layer fails.
+    """
     from scalepoint.verification.extraction import EXTRACTED_FILES, extract_failing  # noqa: PLC0415  # rarely needed
 
     def write(folder: Path) -> list[Path]:
@@ -491,7 +518,7 @@ def _common_export_inputs(context: StageContext) -> Inputs:
     }
 
 
-def verify_inputs(context: StageContext, path: Path, float_path: Path, baseline: str | None) -> Inputs:
+def verify_inputs(context: StageContext, path: Path, float_path: Path, baseline_name: str | None) -> Inputs:
     """Return the fingerprints of all inputs of a verification."""
     job = context.job
     plain_path, runtime = context.plain_path, str(job.target.runtime)
@@ -499,7 +526,7 @@ def verify_inputs(context: StageContext, path: Path, float_path: Path, baseline:
         "the file": compute_digest(path),
         "the float file": "none" if job.is_smoke else compute_digest(float_path),
         "the plain export": compute_digest(plain_path) if plain_path else "none",
-        "the baseline": str(baseline),
+        "the baseline": str(baseline_name),
         "the example inputs": job.example.fingerprint(),
         **{name: fingerprint(value) for name, value in stage_values(job.options, "verify").items()},
         "smoke": str(job.is_smoke),

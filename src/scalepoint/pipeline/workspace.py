@@ -45,7 +45,8 @@ WORK_FOLDER = ".scalepoint"
 LOG_FILE, BEST_CONFIG_FILE, SCRIPT_FILE = "log.txt", "kept.yaml", "reproduce.py"
 CARD_FILE, USE_FILE, BOM_FILE = "README.md", "use.py", "bom.cdx.json"
 FAILING_FOLDER, QUANTIZED_FOLDER = "failing", "quantized"
-FILE_STEM, FLOAT_STEM, PLAIN_STEM = "model", "float", "float_plain"  # names without the suffix of the format
+# Names without the suffix of the format, see the float files in `stages.py`.
+FILE_STEM, FLOAT_STEM, PLAIN_STEM = "model", "float", "float_plain"
 SOURCE_STEM = "original"  # a copy of the .onnx file that the model was read from
 REPORT_FILES = (JSON_FILE, HTML_FILE)
 OUTPUT_NAMES = (

@@ -302,7 +302,7 @@ class QuantizedLayer(Stateful):
         quant = self.weight_quant
         if is_traced(self.weight) or self.is_input_first or self.kind == "conv_transpose":
             return None
-        if not self._is_quantizing or quant.chosen is not None or not quant.depends_on_row_extremes:
+        if not self._is_quantizing or quant.chosen is not None or not quant.can_quantize_row_by_row:
             return None
         steps = make_steps(quant.broadcast_qparams(self.weight), quant.quantizer.grid, fixed_zero=True)
         # The scale is set below. can_fold reads only its number of elements: at most one per row, as many as s has.
@@ -468,7 +468,7 @@ class QuantizedLayer(Stateful):
         """Return, per channel of the weight, the smallest scale with which all biases fit into int32."""
         min_scales = [layer._compute_min_scale_for_bias() for layer in self.sharing_layers]
         known = [scale for scale in min_scales if scale is not None]
-        return torch.stack(known).amax(0) if known and self.weight_quant.has_channel_scales else None
+        return torch.stack(known).amax(0) if known and self.weight_quant.has_scales_for_bias else None
 
     def _compute_min_scale_for_bias(self) -> Tensor | None:
         stub, bias = self.input_stub, self._add_bias_shift(self.fold_norm()[1])

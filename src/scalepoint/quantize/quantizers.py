@@ -4,6 +4,9 @@ Each holds the parameters of the deployed file (`scale`, `zero_point`) and a fak
 observes and does the arithmetic. The calculator of the fake quantizer has parameters of its own, its current estimate.
 They differ from the deployed ones: they are empty with `fixed_calibration`, newer while observing, not rounded to the
 types of the file, not raised by `freeze(min_scale=...)`, not those of chosen codes, and a Parameter while learned.
+
+`calculator.always_called` means that parameters are computed in every call: from the Parameter of a learned scale, or
+from the tensor itself (dynamic). The parameters of all other calculators change only while observing.
 """
 
 import warnings
@@ -50,14 +53,25 @@ Consumers = Iterable[str | nn.Module] | str | nn.Module
 
 
 class QuantizerBase(Stateful):
-    """Spec, parameters and the switch `enabled`, which both kinds of quantizers have."""
+    """Spec, parameters and the switch `enabled`, which both kinds of quantizers have.
+
+    A tensor is returned unchanged in these cases:
+
+        not enabled                   until `calibrate` or `enable_fake_quant`, and after `disable_fake_quant`
+        skip_reason is set            a QuantStub that calibration did not reach, which must stay disabled
+        quantizer.is_disabled()       from now on: blocks do not divide the tensor; `quantizer.reason` has the sizes
+        quantizer.passes_through()    in this call: the tensor is empty or has integers
+
+    The inner quantizer has a switch of its own for fake quantization. It is always off: a call of the inner quantizer
+    only observes, and `simulate` does not depend on the switch.
+    """
 
     def __init__(self, consumers: Consumers, spec: QuantizationSpec, target: CompressionTargetTensor) -> None:
         super().__init__()
         self.consumers = to_consumer_list(consumers)
         self.spec = spec
         self.quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, target)
-        self.quantizer.disable_fake_quant()  # the inner quantizer only observes: self.enabled decides about the rest
+        self.quantizer.disable_fake_quant()  # `self.enabled` is used instead
         self.register_buffer("scale", torch.tensor(1.0, dtype=torch.float32))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
         self.register_buffer("minval", None)
@@ -107,8 +121,7 @@ class QuantizerBase(Stateful):
             return
         spec = self.spec.replace(qparam_calculator_cls=key)
         new = QuantizationComponentFactory.create_qparams_calculator(spec, self.quantizer.quantization_target)
-        new.name, new.grid, new.granularity, new.on_nan = old.name, old.grid, old.granularity, old.on_nan
-        new.replicas = old.replicas
+        new.copy_settings(old)
         if old.is_initialized:
             new.seed(old.stored)
         self.quantizer.qparams_calculator = new.to(self.scale.device)
@@ -125,7 +138,7 @@ class QuantizerBase(Stateful):
         if self.round_parameters is not None:
             qparams = self.round_parameters(qparams)
         for name, value in zip(QParams._fields, qparams, strict=True):
-            is_unused = name == "minval" and self.spec.qformulation == "zp"
+            is_unused = name == "minval" and self.spec.qformulation == "zp"  # these have a zero point instead
             if value is not None and not is_unused:
                 self._set_buffer(name, self._to_stored_shape(value.detach()))
 
@@ -136,7 +149,7 @@ class QuantizerBase(Stateful):
             with torch.no_grad():
                 buffer.copy_(value)
         else:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # also below: a tensor of inference mode could not be written to later
                 setattr(self, name, value.clone())
 
     def _to_stored_shape(self, value: Tensor) -> Tensor:
@@ -161,7 +174,11 @@ class QuantizerBase(Stateful):
         return self.quantizer.simulate(tensor, self.current_qparams(tensor))
 
     def current_qparams(self, tensor: Tensor) -> QParams:
-        """Return the parameters for this tensor. Learned and dynamic ones are computed again in every call."""
+        """Return the parameters for this tensor. Learned and dynamic ones are computed again in every call.
+
+        A learned scale is also written to the buffer `scale`, which is the one that files and reports read. A compiled
+        graph does not write buffers: the next call outside of it does.
+        """
         if not self.calculator.always_called:
             return self.broadcast_qparams(tensor)
         qparams = self.calculator.compute_for(tensor)
@@ -203,12 +220,12 @@ class QuantStub(QuantizerBase):
             spec = short.activation_spec()
         super().__init__(consumers, spec, CompressionTargetTensor.ACTIVATION)
         self.fixed_calibration = fixed_calibration
-        self.skip_reason = ""
+        self.skip_reason = ""  # set by `calibrate`, and by `load` for a saved model
         self.add_switch("is_calibrating", False)
         self.add_switch("is_following", False)  # observes_in_training; saved models contain the switch by this name
         self._has_new_statistics = False
         if isinstance(self.calculator, HistogramQParamsCalculator):
-            self.calculator.is_deferred = True  # search the range once, in compute_parameters, not for every batch
+            self.calculator.is_deferred = True  # batches only fill the histogram; compute_parameters searches the range
         if fixed_calibration is not None:
             self._set_fixed_parameters(fixed_calibration)
 
@@ -248,16 +265,17 @@ class QuantStub(QuantizerBase):
 
     @property
     def fixed_parameters(self) -> bool:
-        """Whether `fixed_calibration` was given."""
+        """Whether scale and zero point are those of `fixed_calibration`. Then nothing is observed."""
         return self.fixed_calibration is not None
 
     @property
     def is_fixed(self) -> bool:
-        """Whether calibration has nothing to compute: the parameters are fixed, or computed for every tensor."""
-        return self.fixed_calibration is not None or not self.calculator.needs_calibration
+        """Whether calibration has nothing to compute: `fixed_parameters`, or parameters computed for every tensor."""
+        return self.fixed_parameters or not self.calculator.needs_calibration
 
     @property
     def has_observed(self) -> bool:
+        """Whether the quantizer can be used: it has observed a tensor, or needs none."""
         return self.is_fixed or self.calculator.is_initialized
 
     def forward(self, tensor: Tensor) -> Tensor:
@@ -267,7 +285,7 @@ class QuantStub(QuantizerBase):
             warn_if_exported_disabled()
         if not (observing or enabled) or self.quantizer.passes_through(tensor, observing):
             return tensor
-        if observing and self.fixed_calibration is None:
+        if observing and not self.fixed_parameters:
             self.quantizer(tensor)
             self._has_new_statistics = True
             if enabled and not self.calculator.always_called:
@@ -358,26 +376,26 @@ class WeightFakeQuantize(QuantizerBase):
         if frozen and self.chosen is not None:
             return self._simulate_chosen_codes(weight)
         weight = self.apply_mask(weight, update=not frozen)
-        frozen = frozen or (not self.training and _is_exporting())
-        if not frozen and not self.is_learned:
-            self.update_parameters(weight)
+        # An export in eval mode contains the scale that eval() computed.
+        is_constant = frozen or (not self.training and _is_exporting())
+        if not is_constant and not self.is_learned:
+            self._update_from_masked(weight)
             if self.quantizer.is_disabled():
                 return weight
-        if frozen:
-            return self._prune_palette(self.quantizer.simulate(weight, self.broadcast_qparams(weight)))
-        return self._prune_palette(self.simulate(weight))
+        qparams = self.broadcast_qparams(weight) if is_constant else self.current_qparams(weight)
+        return self._prune_palette(self.quantizer.simulate(weight, qparams))
 
     def _prune_palette(self, values: Tensor) -> Tensor:
         """Set pruned weights of a palette to zero: its tables are those of the other weights and need not have a 0."""
         return values * self.mask if self.mask is not None and is_palette(self.spec) else values
 
     @property
-    def has_channel_scales(self) -> bool:
+    def has_scales_for_bias(self) -> bool:
         """Whether there is one scale, or one per output channel. Blocks have no scale that a bias could use."""
         return isinstance(self.calculator.granularity, PerTensorGranularity | PerChannelGranularity)
 
     @property
-    def depends_on_row_extremes(self) -> bool:
+    def can_quantize_row_by_row(self) -> bool:
         """Whether a fused kernel can quantize row by row.
 
         Codes must be symmetric integers, and the scale either learned or a function of the extremes of each row.
@@ -397,7 +415,10 @@ class WeightFakeQuantize(QuantizerBase):
 
     def update_parameters(self, weight: Tensor) -> None:
         """Compute the parameters from the current weight. The quantizer is disabled if its blocks do not fit."""
-        self.quantizer(self.apply_mask(weight, update=not self.frozen))
+        self._update_from_masked(self.apply_mask(weight, update=not self.frozen))
+
+    def _update_from_masked(self, weight: Tensor) -> None:
+        self.quantizer(weight)  # observes
         if self.quantizer.is_disabled():
             return
         if not self.calculator.is_initialized:

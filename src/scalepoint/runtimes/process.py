@@ -110,7 +110,11 @@ class RuntimeChildren:
         self._idle: dict[tuple[str, ...], Child] = {}
 
     def run(self, runtime: Runtime, request: Mapping[str, Any], seconds: float) -> TaskResult:
-        """Send a request to the child of the runtime and wait for its answer."""
+        """Send a request to the child of the runtime and wait for its answer.
+
+        A child ends a request in one of four ways: it answers in time, it exceeds the time limit, it exits with a code
+        that stands for an error, or it exits with code 0 without an answer.
+        """
         key = tuple(child_command(runtime))
         child = self._take_idle(key) or Child(runtime)
         has_answered = False
@@ -168,7 +172,9 @@ class Child:
             stderr=subprocess.PIPE,
             env=child_environment(),
         )
-        self.lock = threading.Lock()  # held from a request until its answer
+        # RuntimeSession (serving.py), which threads may share, holds it from a request until its answer, and `close`
+        # waits for it. RuntimeChildren belong to one thread and do not hold it.
+        self.lock = threading.Lock()
         self._stderr_end = b""
         self._reader = threading.Thread(target=self._read_end_of_stderr, daemon=True)
         self._reader.start()
@@ -259,7 +265,10 @@ def describe_missing(runtime: Runtime) -> TaskResult:
 
 
 def child_command(runtime: Runtime) -> list[str]:
-    """Return the command that starts the child. Python's -I ignores the current folder and PYTHON* variables."""
+    """Return the command that starts the child, by which it is also found again.
+
+    Python's -I ignores the current folder and PYTHON* variables.
+    """
     return [sys.executable, "-I", str(CHILD_LOOP), str(Path(runtime.child).resolve())]
 
 
@@ -288,14 +297,17 @@ def _error_message(stderr: str) -> str:
 
 
 class ExchangeFiles:
-    """The .npz files of one request: inputs, and outputs after the run."""
+    """The .npz files of one request: inputs, and outputs after the run.
+
+    Keys of inputs are "input.NAME". Keys of outputs are "0", "1", .. in the order of "names" in the answer.
+    """
 
     def __init__(self, folder: Path, inputs: Mapping[str, np.ndarray]) -> None:
         self.paths = {"inputs": str(folder / "inputs.npz"), "outputs": str(folder / "outputs.npz")}
         np.savez(self.paths["inputs"], **prefix_input_names(inputs))
 
     def outputs(self, answer: TaskResult) -> dict[str, np.ndarray]:
-        """Read the outputs, by name."""
+        """Read the outputs of an answer with status OK, by name."""
         with np.load(self.paths["outputs"], allow_pickle=False) as file:
             return {name: file[str(index)] for index, name in enumerate((answer.data or {})["names"])}
 
@@ -313,7 +325,10 @@ def exchange_files(inputs: Mapping[str, np.ndarray]) -> Iterator[ExchangeFiles]:
 
 
 def count_low_precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, ...]]:
-    """Return the number of layers with weights in low precision, and the names of those in float with the reason."""
+    """Return the number of layers with weights in low precision, and the names of those in float with the reason.
+
+    A node without weights is neither: its "low" is None (child_loop.py).
+    """
     fallbacks = []
     for node in executed:
         if node["low"] is False:

@@ -83,7 +83,7 @@ class RuntimeSession:
         buffer = io.BytesIO()
         np.savez(buffer, **dict[str, Any](arrays))
         frame = buffer.getvalue()
-        with self._exchange():
+        with self._exchange():  # a frame is its size in 8 bytes, then an .npz file
             self._child.send(len(frame).to_bytes(8, "little") + frame)
             size = int.from_bytes(self._read(8), "little")
             answer = self._read(size)

@@ -192,6 +192,11 @@ class QParamsCalculatorBase(ClassRegistry, Stateful):
         self.observed_batches.add_(1)
         return qparams
 
+    def copy_settings(self, other: "QParamsCalculatorBase") -> None:
+        """Copy what was set on another calculator after it was built. What it observed is not copied, see `seed`."""
+        self.name, self.on_nan, self.replicas = other.name, other.on_nan, other.replicas
+        self.grid, self.granularity = other.grid, other.granularity
+
     def compute_for(self, tensor: Tensor) -> QParams:
         """Return the parameters of this tensor, without observing it. For calculators with `always_called`."""
         return to_qparams(self(tensor), type(self).__name__)

@@ -1,9 +1,12 @@
-"""extract_failing: writes the first layer that departs from the simulation as a small reproduction.
+"""extract_failing: writes the first failing layer, one that departs from the simulation by itself, as a small file.
 
 FOLDER/model.onnx     the nodes of this layer, from quantizer to quantizer
 FOLDER/inputs.npz     its inputs in the simulation
 FOLDER/expected.npz   its output in the simulation
 FOLDER/run.py         runs model.onnx in ONNX Runtime and prints the difference from expected.npz
+
+`compare_layers` returns the file cut at its quantizers: the input of every DequantizeLinear is an input of the graph
+with the codes of the simulation. So the nodes that compute one output are those of a single layer.
 """
 
 import re
@@ -20,7 +23,8 @@ from scalepoint.support.output_folder import check_inputs, check_links, check_pa
 from scalepoint.verification.layers import ComparedLayers, compare_layers
 
 EXTRACTED_FILES = ("model.onnx", "inputs.npz", "expected.npz", "run.py")
-SCRIPT = '''"""{where}: compares one layer in ONNX Runtime with its expected output. Needs numpy and onnxruntime."""
+MAX_NODE_NAME = 80  # characters of the name of a node in the docstring of run.py
+SCRIPT = '''"""{node_name}: compares one layer in ONNX Runtime with its expected output. Needs numpy and onnxruntime."""
 
 import os
 from pathlib import Path
@@ -72,12 +76,12 @@ def extract_failing(
     _check_folder(folder, Path(path), force=force)
     compared = compare_layers(path, model, inputs, kwargs=kwargs)
     node_order = {name: index for index, node in enumerate(compared.proto.graph.node) for name in node.output}
-    departing = [name for name, layer in compared.layers.items() if not layer.holds]
-    if not departing:
+    failing = [name for name, layer in compared.layers.items() if not layer.holds]
+    if not failing:
         return None
-    tensor = min(departing, key=node_order.__getitem__)
-    proto = _extract_subgraph(compared.proto, tensor)
-    _write_folder(folder, proto, tensor, compared)
+    first_output = min(failing, key=node_order.__getitem__)
+    proto = _extract_subgraph(compared.proto, first_output)
+    _write_folder(folder, proto, first_output, compared)
     return folder
 
 
@@ -94,8 +98,8 @@ def _check_folder(folder: Path, file: Path, *, force: bool) -> None:
         )
 
 
-def _extract_subgraph(proto: Any, tensor: str) -> Any:
-    """Build a model from the nodes that compute one tensor."""
+def _extract_subgraph(proto: Any, output_name: str) -> Any:
+    """Build a model from the nodes that compute one output, back to the inputs and initializers of the graph."""
     import onnx  # noqa: PLC0415  # only files need it
 
     graph = proto.graph
@@ -103,7 +107,7 @@ def _extract_subgraph(proto: Any, tensor: str) -> Any:
     producers = {name: index for index, node in enumerate(nodes) for name in node.output}
     needed_nodes: set[int] = set()
     needed_tensors: set[str] = set()
-    pending = [tensor]
+    pending = [output_name]
     while pending:
         name = pending.pop()
         needed_tensors.add(name)
@@ -115,17 +119,17 @@ def _extract_subgraph(proto: Any, tensor: str) -> Any:
         [node for index, node in enumerate(nodes) if index in needed_nodes],
         "failing",
         [value for value in graph.input if value.name in needed_tensors],
-        [value for value in graph.output if value.name == tensor],
+        [value for value in graph.output if value.name == output_name],
         [value for value in graph.initializer if value.name in needed_tensors],
     )
     return onnx.helper.make_model(subgraph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
 
 
-def _write_folder(folder: Path, proto: Any, tensor: str, compared: ComparedLayers) -> None:
+def _write_folder(folder: Path, proto: Any, output_name: str, compared: ComparedLayers) -> None:
     names = [value.name for value in proto.graph.input]
     arrays: dict[str, Any] = {f"input_{index}": compared.feeds[name] for index, name in enumerate(names)}
-    # The node name becomes text of a Python file: keep only characters that cannot end the docstring.
-    where = re.sub(r"[^\w./ -]", "_", compared.layers[tensor].where, flags=re.ASCII)[:80]
+    # The name of the node becomes text of a Python file: keep only characters that cannot end the docstring.
+    node_name = re.sub(r"[^\w./ -]", "_", compared.layers[output_name].where, flags=re.ASCII)[:MAX_NODE_NAME]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -133,8 +137,8 @@ def _write_folder(folder: Path, proto: Any, tensor: str, compared: ComparedLayer
     model, inputs, expected, script = (folder / name for name in EXTRACTED_FILES)
     replace_bytes(model, proto.SerializeToString(deterministic=True))
     replace_file(inputs, lambda path: _save_arrays(path, {"names": np.array(names), **arrays}))
-    replace_file(expected, lambda path: _save_arrays(path, {"output": compared.expected[tensor]}))
-    replace_text(script, SCRIPT.format(where=where))
+    replace_file(expected, lambda path: _save_arrays(path, {"output": compared.expected[output_name]}))
+    replace_text(script, SCRIPT.format(node_name=node_name))
 
 
 def _save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:

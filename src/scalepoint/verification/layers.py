@@ -124,8 +124,8 @@ def verify_layers(
 class ComparedLayers:
     """A file that was changed to take the codes of the simulation, with its inputs and results."""
 
-    proto: Any  # the changed onnx.ModelProto
-    feeds: Mapping[str, np.ndarray]  # by input
+    proto: Any  # the changed onnx.ModelProto, cut at its quantizers
+    feeds: Mapping[str, np.ndarray]  # by input, with the codes of the simulation
     expected: Mapping[str, np.ndarray]  # values of the simulation, by tensor
     layers: Mapping[str, LayerAgreement]  # by tensor
     executed: list[dict[str, Any]]  # nodes of the compiled graph

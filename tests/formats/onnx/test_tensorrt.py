@@ -23,7 +23,8 @@ from scalepoint import tensorrt
 from scalepoint.checking import check
 from scalepoint.errors import ExportError, ScalepointError, TargetError
 from scalepoint.formats import export
-from scalepoint.quantize import QuantConfig, coverage, quantize
+from scalepoint.quantize import QuantConfig, coverage, freeze, insert_qdq, quantize
+from scalepoint.quantize.quantizers import QuantizerBase
 from tests.architectures import ARCHITECTURES
 from tests.models import ResNet, resnet50, vit_b16
 
@@ -348,6 +349,20 @@ class TestFormats:
         )
         with pytest.raises(ExportError, match="dynamic scales"):
             export(quantized, tmp_path / "m.onnx", x)
+
+    def test_a_quantizer_without_a_tensor_scale_is_refused(self, tmp_path):
+        """One call computes scales of blocks, but only calibration observes the scale of the tensor."""
+        x = torch.randn(2, 64)
+        captured = scalepoint.transform(nn.Sequential(nn.Linear(64, 64)).eval(), x, target="tensorrt")
+        model = insert_qdq(captured.model, captured.matches, tensorrt.NVFP4)
+        for module in model.modules():
+            if isinstance(module, QuantizerBase):
+                module.enabled = True
+        with torch.no_grad():
+            model(x)
+        freeze(model)
+        with pytest.raises(ExportError, match="no tensor scale yet: run calibrate"):
+            export(model, tmp_path / "m.onnx", x)
 
     def test_a_width_that_the_blocks_do_not_divide_stays_float(self):
         x = torch.randn(2, 40)

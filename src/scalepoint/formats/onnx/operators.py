@@ -5,26 +5,34 @@ grouped products of a mixture of experts        rows are sorted by expert; one M
     y[start_e : end_e] = x[start_e : end_e] W_e,    start_e = offsets[e - 1], end_e = offsets[e]
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from scalepoint.errors import ExportError
 
-# numerics format -> (ONNX type, first opset with it)
+
+class OnnxType(NamedTuple):
+    """The name of a type in onnx.TensorProto, and the first opset in which QuantizeLinear has it."""
+
+    name: str
+    first_opset: int
+
+
+# by the name of the format in `numerics`
 ONNX_TYPES = {
-    "int8": ("INT8", 18),
-    "uint8": ("UINT8", 18),
-    "int32": ("INT32", 18),
-    "float8_e4m3fn": ("FLOAT8E4M3FN", 19),
-    "float8_e5m2": ("FLOAT8E5M2", 19),
-    "int4": ("INT4", 21),
-    "uint4": ("UINT4", 21),
-    "float4_e2m1fn_x2": ("FLOAT4E2M1", 23),
-    "int2": ("INT2", 25),
-    "uint2": ("UINT2", 25),
+    "int8": OnnxType("INT8", 18),
+    "uint8": OnnxType("UINT8", 18),
+    "int32": OnnxType("INT32", 18),
+    "float8_e4m3fn": OnnxType("FLOAT8E4M3FN", 19),
+    "float8_e5m2": OnnxType("FLOAT8E5M2", 19),
+    "int4": OnnxType("INT4", 21),
+    "uint4": OnnxType("UINT4", 21),
+    "float4_e2m1fn_x2": OnnxType("FLOAT4E2M1", 23),
+    "int2": OnnxType("INT2", 25),
+    "uint2": OnnxType("UINT2", 25),
 }
-FIRST_OPSET_WITH_BLOCKS = 21
+FIRST_OPSET_WITH_BLOCKS = 21  # DequantizeLinear has the attribute block_size
 SIGNED_LIMITS = {"int8": (-128, 127)}  # of QuantizeLinear; symmetric activations may use fewer codes
 
 
@@ -50,7 +58,7 @@ def _quantizer_translations(op: Any) -> dict[Any, Any]:
     import onnx  # noqa: PLC0415
 
     def get_onnx_type(fmt: str) -> int:
-        return int(getattr(onnx.TensorProto, ONNX_TYPES[fmt][0]))
+        return int(getattr(onnx.TensorProto, ONNX_TYPES[fmt].name))
 
     def cast_to(value: Any, onnx_type: int) -> Any:
         return value if value.dtype == onnx_type else op.Cast(value, to=onnx_type)

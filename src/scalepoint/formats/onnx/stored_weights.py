@@ -38,6 +38,10 @@ class OnnxStoredWeight(OnnxStored):
     """An operation with a weight of codes. Those of a linear layer are stored as (in, out), the layout of MatMul.
 
     Zero points of blocks are omitted if all are zero: kernels for narrow weights are faster without them.
+
+    A subclass may override `store_weight`, which the constructor calls last but for the bias, and `weight`, which
+    `forward` calls. Both can use what the constructor has set before: `kind`, `fmt` (the format of the codes), `axis`
+    (of the scales) and `block` (the size of a block; 0 without blocks).
     """
 
     def __init__(self, source: QuantizedLayer) -> None:
@@ -91,7 +95,9 @@ class OnnxStoredWeight(OnnxStored):
 
     def weight(self) -> Tensor:
         """Return the dequantized weight in the layout of the operation."""
-        values: Tensor = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt)
+        values: Tensor = dequantize(
+            self.codes, self.scale, self.zero_point, axis=self.axis, block=self.block, fmt=self.fmt
+        )
         return values if self.minval is None else _add_minimum(values, self.minval, self.axis, self.block)
 
     def _store_bias(self, deployed: DeployedTensors) -> None:
@@ -104,7 +110,7 @@ class OnnxStoredWeight(OnnxStored):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight(), self.bias
         if bias is not None and self.bias_scale is not None:
-            bias = dequantize(bias, self.bias_scale, None, 0, 0, "int32")
+            bias = dequantize(bias, self.bias_scale, zero_point=None, axis=0, block=0, fmt="int32")
         if self.kind == "linear":
             y = torch.matmul(x, weight.to(x.dtype))
             return y if bias is None else y + bias
@@ -113,7 +119,7 @@ class OnnxStoredWeight(OnnxStored):
 
     @property
     def opset(self) -> int:
-        return max(ONNX_TYPES[self.fmt][1], FIRST_OPSET_WITH_BLOCKS if self.block else 0)
+        return max(ONNX_TYPES[self.fmt].first_opset, FIRST_OPSET_WITH_BLOCKS if self.block else 0)
 
 
 def _add_minimum(values: Tensor, minimum: Tensor, axis: int, block: int = 0) -> Tensor:
@@ -160,7 +166,7 @@ class OnnxStoredTable(OnnxStored):
 
     @property
     def opset(self) -> int:
-        return ONNX_TYPES[self.fmt][1]
+        return ONNX_TYPES[self.fmt].first_opset
 
 
 class OnnxStoredBlockTable(OnnxStoredTable):
@@ -225,9 +231,9 @@ class OnnxStoredStub(OnnxStored):
             full_range = get_format(to_dtype(self.fmt))
             low, high = float(full_range.low), float(full_range.high)
         codes = quantize(value, self.scale, self.zero_point, axis, low, high, self.fmt)
-        values: Tensor = dequantize(codes, self.scale, self.zero_point, axis, 0, self.fmt)
+        values: Tensor = dequantize(codes, self.scale, self.zero_point, axis=axis, block=0, fmt=self.fmt)
         return (values if self.minval is None else _add_minimum(values, self.minval, axis)).to(x.dtype)
 
     @property
     def opset(self) -> int:
-        return ONNX_TYPES[self.fmt][1]
+        return ONNX_TYPES[self.fmt].first_opset
