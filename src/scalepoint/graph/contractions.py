@@ -116,7 +116,7 @@ def _map_sizes(letters: str, node: fx.Node) -> dict[str, Any]:
 
 
 def _build_linear(contraction: Contraction, x: fx.Node, weight: fx.Node, like: fx.Node) -> fx.Node:
-    """Add the linear layer. Nodes that rearrange the weight get its meta, all others the meta of the product, `like`."""
+    """Add the linear layer. Nodes of the weight get its meta, all others the meta of the product, `like`."""
     sizes = _map_sizes(contraction.weight, weight)
     rows = _permute(x, contraction.x, contraction.tokens + contraction.summed, like)
     if len(contraction.summed) > 1:

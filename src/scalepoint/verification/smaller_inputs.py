@@ -10,15 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from scalepoint.compat.torch_names import pytree
+from scalepoint.graph.dry_run import BoundInputs
 
 HALVINGS = 3
 IMAGE_STEP = 32  # most networks need image sizes that are multiples of this
 MIN_IMAGE_SIZE, MIN_SEQUENCE_LENGTH = 32, 8
 
-Inputs = tuple[Any, Any]  # args and kwargs
 
-
-def shrink_inputs(inputs: Inputs) -> Iterator[Inputs]:
+def shrink_inputs(inputs: BoundInputs) -> Iterator[BoundInputs]:
     """Yield smaller inputs, the largest first. Values are cut off at the end of their axes."""
     tensors = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim > 1]
     batch = max((len(value) for value in tensors), default=1)
@@ -47,7 +46,7 @@ def _shrink(value: Any, batch: int, divisor: int) -> Any:
     return value.contiguous()
 
 
-def describe_sizes(inputs: Inputs) -> str:
+def describe_sizes(inputs: BoundInputs) -> str:
     """Return the sizes of all tensors, for example "1x3x112x112"."""
     leaves = pytree.tree_leaves(inputs)
     return ", ".join("x".join(map(str, value.shape)) for value in leaves if isinstance(value, Tensor))
