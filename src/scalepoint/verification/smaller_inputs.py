@@ -12,7 +12,7 @@ from torch import Tensor
 from scalepoint.compat.torch_names import pytree
 from scalepoint.graph.dry_run import BoundInputs
 
-HALVINGS = 3
+HALVINGS = 3  # down to an eighth of each size
 IMAGE_STEP = 32  # most networks need image sizes that are multiples of this
 MIN_IMAGE_SIZE, MIN_SEQUENCE_LENGTH = 32, 8
 
@@ -35,6 +35,7 @@ def _shrink(value: Any, batch: int, divisor: int) -> Any:
     if not isinstance(value, Tensor) or value.ndim < 2:
         return value
     value = value[:1] if len(value) == batch else value
+    # Images (N, C, H, W) shrink along all spatial axes, tokens (N, L) or (N, L, C) along L.
     for axis in range(2, value.ndim) if value.ndim > 3 else (1,):
         size = value.shape[axis]
         if value.ndim > 3:
