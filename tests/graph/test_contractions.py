@@ -55,6 +55,8 @@ def test_it_is_a_linear_layer_with_the_same_result(function, shape):
         pytest.param(einsum("blhd,d->blh"), (4,), id="a vector"),
         pytest.param(einsum("blhd,od->blh"), (6, 4), id="outputs that are added up"),
         pytest.param(einsum("blhd,dd->blh"), (4, 4), id="a diagonal"),
+        pytest.param(einsum("blhd,do->blho"), (1, 6), id="a summed axis of size 1 in the weight"),
+        pytest.param(lambda x, w: torch.tensordot(x, w, dims=1), (1, 6), id="tensordot with a summed axis of size 1"),
     ],
 )
 def test_a_contraction_that_no_linear_layer_computes_is_not_rewritten(function, shape):
@@ -62,3 +64,10 @@ def test_a_contraction_that_no_linear_layer_computes_is_not_rewritten(function, 
     graph = capture(model, X)
     assert "linear" not in [get_kind(node) for node in graph.graph.nodes]
     torch.testing.assert_close(graph(X), model(X))
+
+
+def test_a_summed_axis_of_size_1_in_the_data_is_not_rewritten():
+    model, x = Product(einsum("blhd,hdo->blo"), 3, 4, 6).eval(), X[..., :1, :]
+    graph = capture(model, x)
+    assert "linear" not in [get_kind(node) for node in graph.graph.nodes]
+    torch.testing.assert_close(graph(x), model(x))

@@ -1,6 +1,13 @@
-"""histograms: the values of chosen layers and the ranges that their codes cover, for plots."""
+"""histograms: the values of chosen layers and the ranges that their codes cover, for plots.
+
+    values of a batch -> fine histogram -> added to that of earlier batches and other ranks -> bins of the plot
+
+A fine histogram has FINE_BINS bins of equal width over [-2^e, 2^e), with the smallest e that fits. So bin FINE_BINS / 2
+begins at 0, and the width is a power of two. Its counts have the shape (1, FINE_BINS): one block, the whole tensor.
+"""
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 import torch
@@ -24,6 +31,8 @@ from scalepoint.quantize.shadow_models import copy_with_shared_parameters
 from scalepoint.results import TensorHistogram
 
 FINE_BINS = 8192  # bins while data streams; neighbours are added up for the plot
+# Values from 0 to just above 2^(e-1) fill a quarter of the fine bins: each bin of the plot is at least one of them.
+MAX_BINS = FINE_BINS // 4
 
 
 @distributed.participating()
@@ -49,13 +58,13 @@ def histograms(
     Returns:
         One histogram per tensor: the weight with its batch norm folded in, and each float input of the layer.
     """
-    if not isinstance(bins, int) or not 1 <= bins <= FINE_BINS // 4:
-        raise UsageError(f"bins= must be a number from 1 to {FINE_BINS // 4}, got {short_repr(bins)}")
+    if not isinstance(bins, int) or not 1 <= bins <= MAX_BINS:
+        raise UsageError(f"bins= must be a number from 1 to {MAX_BINS}, got {short_repr(bins)}")
     check_has_active_quantizers(quantized)
     if isinstance(names, str):
         raise UsageError(f"names= must be a list of layers, not one string: pass [{names!r}]")
     layers = select_layers(get_layers(quantized), list(names))
-    model = copy_with_shared_parameters(quantized, quantizing=False)
+    model = copy_with_shared_parameters(quantized, quantizing=False)  # the inputs of stubs are then those of float
     fine: dict[str, Histogram] = {}  # by target of the stub
     for target in {str(node.target) for layer in layers for node in layer.stub_nodes}:
         model.get_submodule(target).register_forward_pre_hook(_make_hook(fine, target))
@@ -89,7 +98,7 @@ def _add_histogram(histograms_by_stub: dict[str, Histogram], target: str, histog
 
 def _merge_over_ranks(histograms_by_stub: dict[str, Histogram]) -> None:
     """Replace the histograms by those of all ranks."""
-    tensors = {
+    tensors = {  # "counts TARGET" and "power TARGET" of each stub: ranks exchange flat mappings of tensors
         f"{part} {target}": value
         for target, histogram in histograms_by_stub.items()
         for part, value in histogram._asdict().items()
@@ -103,7 +112,7 @@ def _merge_over_ranks(histograms_by_stub: dict[str, Histogram]) -> None:
 
 
 def _fine_histogram(tensor: Tensor) -> Histogram:
-    values = tensor.detach().to(torch.float32).reshape(1, -1)
+    values = tensor.detach().to(torch.float32)
     return compute_histogram(values[values.isfinite()][None], FINE_BINS)
 
 
@@ -135,9 +144,10 @@ def _group_bins(histogram: Histogram, bins: int) -> tuple[tuple[float, ...], tup
     first = last = FINE_BINS // 2
     if filled.numel():
         first, last = int(filled[0]), int(filled[-1])
-    fine_per_group = -(-(last - first + 1) // bins)
-    group_count = -(-(last - first + 1) // fine_per_group)
+    fine_count = last - first + 1
+    fine_per_group = ceil(fine_count / bins)
+    group_count = ceil(fine_count / fine_per_group)
     padded = torch.zeros(group_count * fine_per_group, dtype=torch.int64)
-    padded[: last - first + 1] = fine_counts[first : last + 1].cpu()
+    padded[:fine_count] = fine_counts[first : last + 1].cpu()
     edges = tuple((first - FINE_BINS // 2 + index * fine_per_group) * width for index in range(group_count + 1))
     return edges, tuple(padded.view(group_count, fine_per_group).sum(1).tolist())

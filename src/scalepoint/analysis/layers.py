@@ -87,6 +87,7 @@ def get_quantized_part(model: nn.Module, layer: AnalyzedLayer) -> QuantizedLayer
 
 def get_code_range(quantizer: QuantizerBase) -> tuple[Tensor, Tensor] | None:
     """Return the values of the lowest and the highest code; None if each tensor gets a range of its own."""
+    # Dynamic and learned quantizers compute in every call, but a learned scale does not depend on the tensor.
     if quantizer.calculator.always_called and not quantizer.is_learned:
         return None
     grid = quantizer.quantizer.grid

@@ -1,4 +1,9 @@
-"""Loads calibration data by name: a .npz or .safetensors file, a folder of images, or package.module:function.
+"""Loads calibration data by name.
+
+    a .npz, .npy or .safetensors file      the samples of each input along the first axis
+    a folder of .npz or .npy files         one batch per file
+    a folder of images                     cropped to a square and normalized
+    package.module:function                an iterable of batches, or a function that returns one
 
 The result can be iterated several times. No file is unpickled.
 """
@@ -18,12 +23,12 @@ from scalepoint.support.untrusted import check_file
 
 FILE_SUFFIXES = (".npz", ".npy", ".safetensors")
 ARRAY_SUFFIXES = (".npz", ".npy")  # of the files in a folder, one for each batch
-RANDOM_DATA = "random"  # for .onnx files
-RANDOM_BATCHES = 8
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 MAX_DATA_BYTES = 2**34  # of a .npz file after decompression
 PREPROCESSING_EXAMPLE = "--size 224 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225"
-DATA_KINDS = "a .npz, .npy or .safetensors file, a folder of such arrays or of images, or package.module:function"
+DATA_KINDS = (
+    "a .npz, .npy or .safetensors file, a folder of .npz or .npy files or of images, or package.module:function"
+)
 
 
 @dataclass(frozen=True)
@@ -72,15 +77,15 @@ def check_data(text: str, options: DataOptions) -> None:
         raise UsageError(
             f"data {text!r}: a {suffix} file can run code when it is loaded, so it is never opened: use {DATA_KINDS}"
         )
-    if suffix in FILE_SUFFIXES or path.exists():
-        if not path.exists():
-            raise UsageError(f"data {text!r}: there is no such file in {Path.cwd()}")
-        if path.is_dir():
-            if not _has_arrays(path):
-                _require_preprocessing(text, options)
-        elif suffix not in FILE_SUFFIXES:
+    if path.is_dir():
+        if not _has_arrays(path):
+            _require_preprocessing(text, options)
+    elif path.exists():
+        if suffix not in FILE_SUFFIXES:
             kind = suffix or "a file without a suffix"
             raise UsageError(f"data {text!r}: {kind} cannot be used as data: use {DATA_KINDS}")
+    elif suffix in FILE_SUFFIXES:
+        raise UsageError(f"data {text!r}: there is no such file in {Path.cwd()}")
     elif ":" not in text:
         raise UsageError(f"data {text!r}: there is no such file or folder in {Path.cwd()}: use {DATA_KINDS}")
     else:
@@ -116,7 +121,8 @@ def _array_batches(folder: Path, options: DataOptions) -> Batches:
     def start() -> Iterator[Any]:
         for path in paths:
             arrays = _read_npz(path)
-            yield from _slice_batches(arrays, max(len(array) for array in arrays.values()))
+            sample_count = len(next(iter(arrays.values())))  # the same for all arrays: see _check_samples
+            yield from _slice_batches(arrays, sample_count)
 
     return Batches(str(folder), start, options.max_batches)
 

@@ -3,12 +3,14 @@
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 from typing import Any, NamedTuple
 
-from scalepoint.cli.data import RANDOM_BATCHES, RANDOM_DATA, Batches, load_data
+from scalepoint.cli.data import Batches, load_data
 from scalepoint.cli.library_models import is_library_model, without_labels
 from scalepoint.cli.load_objects import ObjectLoader, is_onnx_file, load_model
 from scalepoint.cli.output import say
-from scalepoint.cli.run_config import data_options, get_model_name
+from scalepoint.cli.run_config import RANDOM_DATA, data_options, get_model_name
 from scalepoint.options import DeployConfig
+
+RANDOM_BATCHES = 8  # of random data, unless max_batches says otherwise
 
 
 class ModelAndData(NamedTuple):

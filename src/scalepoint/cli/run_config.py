@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from scalepoint import distributed
-from scalepoint.cli.data import RANDOM_DATA, DataOptions, check_data
+from scalepoint.cli.data import DataOptions, check_data
 from scalepoint.cli.library_models import is_library_model
 from scalepoint.cli.load_objects import ObjectLoader, check_name, is_onnx_file
 from scalepoint.errors import ConfigError, TargetError, UsageError
@@ -15,6 +15,7 @@ from scalepoint.options import CheckpointOptions, CommonOptions, DeployConfig, D
 from scalepoint.support.validation_errors import find_validation_error, list_problems
 
 ConfigT = TypeVar("ConfigT", bound=DeployConfig)
+RANDOM_DATA = "random"  # as --data: random inputs of an .onnx file
 CHECKPOINT_ONLY_OPTIONS = tuple(
     name for name in CheckpointOptions.model_fields if name not in CommonOptions.model_fields
 )

@@ -2,7 +2,8 @@
 
     einsum("bthd,hdge->btge", x, w)  ->  unflatten(linear(flatten(x), w of (ge, hd)))
 
-Letters that x and w share must all be summed. The other letters of x are tokens, those of w are outputs.
+A letter names an axis, as in einsum. Letters that x and w share must all be summed, and have one size in both: einsum
+also broadcasts a shared axis of size 1. The other letters of x are tokens, those of w are outputs.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from scalepoint.graph.nodes import get_fake_tensor
 
@@ -20,12 +22,12 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Contraction:
-    """The letters of a product of x and a weight. `summed` has the letters that are summed, in the order of x."""
+    """The letters of a product of x and a weight, one string for each tensor."""
 
     x: str
     weight: str
     result: str
-    summed: str
+    summed: str  # the letters that are summed, in the order of x
 
     @property
     def tokens(self) -> str:
@@ -38,7 +40,9 @@ class Contraction:
 
 def rewrite_contraction(graph: fx.Graph, node: fx.Node, constant_nodes: set[fx.Node]) -> None:
     """Replace a product of data and a weight by a linear layer, in place, if one computes the same."""
-    operands = _operands(node)
+    if node.target not in (_aten.einsum.default, _aten.tensordot.default):
+        return
+    operands = _find_operands(node)
     if len(operands) != 2 or None in map(get_fake_tensor, operands):
         return
     if sum(operand in constant_nodes for operand in operands) != 1:
@@ -46,7 +50,7 @@ def rewrite_contraction(graph: fx.Graph, node: fx.Node, constant_nodes: set[fx.N
     x, weight = operands if operands[1] in constant_nodes else operands[::-1]
     letters, result = _assign_letters(node, operands)
     contraction = _find_contraction(letters[x], letters[weight], result)
-    if contraction is None:
+    if contraction is None or not _have_equal_sizes(contraction, x, weight):
         return
     with graph.inserting_before(node):
         linear = _build_linear(contraction, x, weight, node)
@@ -54,17 +58,17 @@ def rewrite_contraction(graph: fx.Graph, node: fx.Node, constant_nodes: set[fx.N
     graph.erase_node(node)
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    arguments: Any = ()
-    if node.target is _aten.einsum.default:
-        arguments = node.args[1]
-    elif node.target is _aten.tensordot.default:
-        arguments = node.args[:2]
+def _find_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors of einsum(terms, [x, w]) or tensordot(x, w, x_axes, w_axes)."""
+    arguments: Any = node.args[1] if node.target is _aten.einsum.default else node.args[:2]
     return [argument for argument in arguments if isinstance(argument, fx.Node)]
 
 
 def _assign_letters(node: fx.Node, operands: list[fx.Node]) -> tuple[dict[fx.Node, str], str]:
-    """Return one letter for each axis of the operands, and the letters of the result."""
+    """Return one letter for each axis of the operands, and the letters of the result.
+
+    The result of an einsum without "->" has no letters here, so it is not rewritten.
+    """
     values = map(get_fake_tensor, operands)
     ranks = [value.ndim for value in values if value is not None]
     if node.target is _aten.tensordot.default:
@@ -90,23 +94,35 @@ def _letters_of_tensordot(node: fx.Node, operands: list[fx.Node], ranks: list[in
 
 def _find_contraction(x: str, weight: str, result: str) -> Contraction | None:
     """Return the contraction if a linear layer computes it: no letter twice, and only shared letters are summed."""
+    # "".isalpha() is False: a tensor without axes is not plain.
     is_plain = all(term.isalpha() and len(set(term)) == len(term) for term in (x, weight, result))
     summed = "".join(letter for letter in x if letter in weight)
     if not is_plain or not summed or set(summed) & set(result):
         return None
     contraction = Contraction(x, weight, result, summed)
-    has_all = bool(contraction.outputs) and set(contraction.tokens + contraction.outputs) == set(result)
-    return contraction if has_all else None
+    covers_result = bool(contraction.outputs) and set(contraction.tokens + contraction.outputs) == set(result)
+    return contraction if covers_result else None
+
+
+def _have_equal_sizes(contraction: Contraction, x: fx.Node, weight: fx.Node) -> bool:
+    """Return whether the summed axes of x and the weight have the same sizes, for every batch and length."""
+    x_sizes, weight_sizes = _map_sizes(contraction.x, x), _map_sizes(contraction.weight, weight)
+    return all(statically_known_true(x_sizes[letter] == weight_sizes[letter]) for letter in contraction.summed)
+
+
+def _map_sizes(letters: str, node: fx.Node) -> dict[str, Any]:
+    value: Any = get_fake_tensor(node)
+    return dict(zip(letters, value.shape, strict=True))
 
 
 def _build_linear(contraction: Contraction, x: fx.Node, weight: fx.Node, like: fx.Node) -> fx.Node:
-    value: Any = get_fake_tensor(weight)
-    sizes = dict(zip(contraction.weight, value.shape, strict=True))
+    """Add the linear layer. Nodes of the weight get its meta, all others the meta of the product, `like`."""
+    sizes = _map_sizes(contraction.weight, weight)
     rows = _permute(x, contraction.x, contraction.tokens + contraction.summed, like)
     if len(contraction.summed) > 1:
         rows = _call(_aten.flatten.using_ints, (rows, len(contraction.tokens), -1), like)
     matrix = _permute(weight, contraction.weight, contraction.outputs + contraction.summed, weight)
-    if value.ndim != 2:
+    if len(contraction.weight) != 2:
         matrix_shape = [_product(sizes, contraction.outputs), _product(sizes, contraction.summed)]
         matrix = _call(_aten.reshape.default, (matrix, matrix_shape), weight)
     result = _call(_aten.linear.default, (rows, matrix), like)

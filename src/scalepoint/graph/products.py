@@ -106,6 +106,7 @@ def _to_linear(graph: fx.Graph, node: fx.Node, constant_nodes: set[fx.Node]) -> 
     if base_name(node.target) not in ("matmul", "mm", "addmm") or node.kwargs:  # type: ignore[arg-type]
         return
     *bias, x, other = node.args
+    # addmm(b, x, w) has one more argument than matmul(x, w).
     if len(bias) > 1 or not (isinstance(other, fx.Node) and _transposes_parameter(other)):
         return
     with graph.inserting_before(node):

@@ -20,11 +20,11 @@ class StatelessQParamsCalculatorBase(QParamsCalculatorBase):
     largest observed. A subclass may override `compute_qparams(tensor, min_val, max_val)`.
     """
 
-    always_called = True
+    always_called = True  # also with the observer off: there are no stored parameters to use instead
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._last: QParams | None = None
+        self._last: QParams | None = None  # of the last call, for get_qparams(); not in the state_dict
 
     def forward(self, tensor: Tensor) -> QParams:
         if self.needs_calibration and not self.is_on("export_mode"):

@@ -56,10 +56,12 @@ class ExtendedQuantizationSpec(QuantizationSpec):
     @model_validator(mode="after")
     def _check_fields_take_effect(self) -> Self:
         calculator = self.qparam_calculator_cls
-        # A spec does not know whether it is for a weight or an activation. The default of activations takes more.
+        # The factory replaces the default by `static` (weights) or `moving_average` (activations). Here the target is
+        # not known, so an option is accepted if moving_average takes it, which takes more.
         if calculator is DefaultQParamsCalculator:
             calculator = MovingAverageQParamsCalculator
         components = (self.fake_quantize_cls, calculator, self.range_calculator_cls)
+        # A component takes an option if its constructor, or a base's that gets **extra, has a parameter of this name.
         used = {"sparsity"}.union(*map(constructor_parameters, components))
         options = set(ExtendedQuantizationSpec.model_fields) - set(QuantizationSpec.model_fields)
         for name in self.model_fields_set & (options - used):
@@ -72,7 +74,7 @@ class ExtendedQuantizationSpec(QuantizationSpec):
                 f"scale_rounding={self.scale_rounding} is for float8_e8m0fnu scales: set scale_dtype='float8_e8m0fnu'"
             )
         if self.sparsity is not None and self.qformulation == QuantizationFormulation.MINVAL and not self.exact_zero:
-            raise SpecError("sparsity needs a code for zero: use qformulation='zp'")
+            raise SpecError("sparsity needs a code for zero: use qformulation='zp', or exact_zero=True")
         if self.exact_zero and self.qformulation != QuantizationFormulation.MINVAL:
             raise SpecError("exact_zero is for qformulation='minval': leave it out, a zero point represents 0 exactly")
         return self
@@ -81,9 +83,10 @@ class ExtendedQuantizationSpec(QuantizationSpec):
 def choose_spec_class(dtype: CodeType, names: Iterable[str] = ()) -> type[QuantizationSpec]:
     """Return QuantizationSpec, or ExtendedQuantizationSpec if the dtype or one of the fields needs it."""
     extra_fields = set(ExtendedQuantizationSpec.model_fields) - set(QuantizationSpec.model_fields)
-    # A dtype that neither class supports: QuantizationSpec raises the error.
-    is_base = dtype in QuantizationSpec.SUPPORTED_DTYPES or dtype not in ExtendedQuantizationSpec.SUPPORTED_DTYPES
-    return QuantizationSpec if is_base and not extra_fields & set(names) else ExtendedQuantizationSpec
+    # A dtype that neither class supports does not need the extended class: QuantizationSpec raises the error.
+    extended_dtypes = ExtendedQuantizationSpec.SUPPORTED_DTYPES - QuantizationSpec.SUPPORTED_DTYPES
+    needs_dtype, needs_fields = dtype in extended_dtypes, bool(extra_fields & set(names))
+    return ExtendedQuantizationSpec if needs_dtype or needs_fields else QuantizationSpec
 
 
 def get_sparsity(spec: QuantizationSpec) -> Sparsity | None:

@@ -1,7 +1,11 @@
 """A learned scale: LSQ, learned step size quantization (Esser et al., ICLR 2020).
 
 dy/dscale = round(x / scale) - x / scale   inside the range, the limit where clamped,
-times 1 / sqrt(elements per scale * largest code), so that scales and weights learn at the same rate
+times 1 / sqrt(elements per scale * largest code), so that scales and weights learn at the same rate. If ranks share a
+batch (`replicas` of them), the elements of all ranks count.
+
+The base class stores the scale as a buffer. Here it is a Parameter, so everything that reads or writes the buffer
+"scale" is overridden: set_buffer, stored, statistics, reset.
 """
 
 from typing import Any
@@ -43,8 +47,8 @@ class LearnedScaleQParamsCalculator(StatefulQParamsCalculatorBase):
     same, so the optimizer may be built earlier.
     """
 
-    always_called = True
-    learns = True
+    always_called = True  # also with the observer off: `stored` has no gradient to the scale
+    learns = True  # the fake quantizer runs `forward` with gradients
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,7 +61,7 @@ class LearnedScaleQParamsCalculator(StatefulQParamsCalculatorBase):
 
     def forward(self, tensor: Tensor) -> QParams:
         if not self.is_initialized:
-            super().forward(tensor.detach())
+            super().forward(tensor.detach())  # stores a scale, except in export mode and for a skipped batch
         return self._with_scaled_gradient(tensor) if self.is_initialized else self.stored
 
     def set_buffer(self, name: str, value: Tensor) -> None:
@@ -68,12 +72,13 @@ class LearnedScaleQParamsCalculator(StatefulQParamsCalculatorBase):
 
     def _with_scaled_gradient(self, tensor: Tensor) -> QParams:
         """Return the scale, clamped to be positive, with the gradient factor of the paper."""
-        self.check_shape(torch.Size(block_counts(tensor.shape, self.get_block_size(tensor.shape))))
+        counts = block_counts(tensor.shape, self.get_block_size(tensor.shape))
+        self.check_shape(torch.Size(counts))  # raises if this tensor does not have one block for each scale
         _, zero_point, minval = self.stored
         if not torch.is_grad_enabled() or not self.scale.requires_grad or self.is_on("export_mode"):
             return QParams(self.scale.detach().clamp(min=EPS), zero_point, minval)
-        elements = tensor.numel() * self.replicas / self.scale.numel()
-        factor = (elements * max(abs(self.grid.low), abs(self.grid.high))) ** -0.5
+        elements_per_scale = tensor.numel() * self.replicas / self.scale.numel()
+        factor = (elements_per_scale * max(abs(self.grid.low), abs(self.grid.high))) ** -0.5
         if is_traced(tensor):
             # The same as _PositiveScale with plain operations: the value of `clamped`, and its gradient times `factor`.
             clamped = self.scale + (self.scale.clamp(min=EPS) - self.scale).detach()

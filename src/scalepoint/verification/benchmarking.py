@@ -23,6 +23,9 @@ from scalepoint.verification.result import OWN_BASELINE, PLAIN_BASELINE, Benchma
 RATIO_PRECISION = 0.02  # of the speed ratio
 # Shape arithmetic of free sizes takes tens of microseconds: in longer runs that is less than 5 %.
 MAX_FIXED_SECONDS = 1e-3
+# A process that measures for `seconds` may take longer: each file runs a minimum number of times, however slow it is.
+OVERTIME_FACTOR = 10
+START_SECONDS = 300  # to load, compile and warm up large files
 MAX_BASELINE_BYTES = 1_000_000_000  # of weights: the second float export of a larger model takes too long
 
 
@@ -92,7 +95,7 @@ def benchmark(
                 if retried.status == Status.OK:
                     answer, candidates = retried, {name: candidates[name]}
                     break
-        answer = explain_crash(runtime, answer, files, float_path, seconds * 10 + 300)
+        answer = explain_crash(runtime, answer, files, float_path, limit_process(seconds))
     if answer.status != Status.OK or answer.data is None:
         raise VerificationError(f"{runtime.name} could not run the files: {answer.status.value}: {answer.message}")
     *float_quartiles, quantized_quartiles = answer.data["quartiles"]  # of the seconds per run
@@ -154,7 +157,12 @@ def _run_benchmark(
     runtime: Runtime, paths: Sequence[Path], files: ExchangeFiles, limits: Mapping[str, Any], memory: int | None
 ) -> TaskResult:
     request = {"task": "benchmark", "paths": [str(path) for path in paths], **limits, **files.paths}
-    return run_task(runtime, request, seconds=limits["seconds"] * 10 + 300, memory=memory)
+    return run_task(runtime, request, seconds=limit_process(limits["seconds"]), memory=memory)
+
+
+def limit_process(seconds: float) -> float:
+    """Return the time limit of a process that measures for `seconds`."""
+    return seconds * OVERTIME_FACTOR + START_SECONDS
 
 
 def check_baseline(baseline: str | None) -> None:

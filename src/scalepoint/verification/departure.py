@@ -14,10 +14,12 @@ from scalepoint.support.cpu import instruction_set
 from scalepoint.verification.agreement import Agreement, worst_sqnr
 from scalepoint.verification.result import Departure
 
+# A stub departs if too few codes are equal and too many are far. In a whole network rounding differences add up, so the
+# bounds are wider than in layers.py, which compares each layer with the simulation's inputs.
 MIN_EQUAL_SHARE = 0.9
 FAR_CODES = 2  # a larger difference counts as far
 MAX_FAR_SHARE = 0.02  # share of codes that may be far
-CLEARLY_BETTER_DB = 6.0
+CLEARLY_BETTER_DB = 6.0  # without the runtime's optimisations: then they are the cause
 PRODUCT_STEPS = 127  # of the largest product of a layer
 MAX_PRODUCT_STEPS = 1e9  # also for differences that are not finite
 SATURATION_CAUSE = (

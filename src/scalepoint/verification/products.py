@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor, fx, nn
 
+from scalepoint.graph.dry_run import BoundInputs
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.support.coreai_text import product_name
 from scalepoint.verification.simulation import simulate, to_file_array
 
 
-def simulate_products(model: fx.GraphModule, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
+def simulate_products(model: fx.GraphModule, inputs: BoundInputs) -> dict[str, np.ndarray]:
     """Run the simulation and return the product of every quantized layer that runs once, by its path."""
     calls: dict[str, list[np.ndarray]] = {}
     with ExitStack() as hooks:

@@ -16,7 +16,7 @@ from scalepoint.errors import VerificationError
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import exchange_files, run_task
-from scalepoint.verification.benchmarking import make_random_inputs
+from scalepoint.verification.benchmarking import limit_process, make_random_inputs
 from scalepoint.verification.file_formats import check_exists
 from scalepoint.verification.layer_times import LayerTime
 
@@ -62,7 +62,7 @@ def profile(
     limits = {"options": {"threads": threads}, "seconds": seconds, "min_runs": MIN_RUNS, "max_runs": MAX_RUNS}
     with exchange_files(feeds) as files:
         request = {"task": "profile", "paths": [str(path) for path in paths], "inputs": files.paths["inputs"], **limits}
-        answer = run_task(runtime, request, seconds=seconds * 10 + 300, memory=memory)
+        answer = run_task(runtime, request, seconds=limit_process(seconds), memory=memory)
     if answer.status != Status.OK or answer.data is None:
         raise VerificationError(f"{runtime.name} could not profile the files: {answer.status.value}: {answer.message}")
     first_nodes, second_nodes = answer.data["nodes"]
@@ -72,24 +72,29 @@ def profile(
 Nodes = Iterable[Mapping[str, Any]]  # "name", "op" and "seconds" of each node
 
 
-def group_by_layer(first: Nodes, second: Nodes, names: Mapping[str, str]) -> tuple[LayerTime, ...]:
-    """Add up the nodes of two files by layer, the slowest layer of the second file first."""
-    layers: dict[str, tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
-    for file_index, nodes in enumerate((first, second)):
-        for node in nodes:
-            scope = read_scope(node["name"], node["op"])
-            layers.setdefault(names.get(scope, scope), ([], []))[file_index].append(node)
+def group_by_layer(float_nodes: Nodes, nodes: Nodes, names: Mapping[str, str]) -> tuple[LayerTime, ...]:
+    """Add up the nodes of a float file and of another file by layer, the slowest layer of the other file first."""
+    float_layers, layers = _collect_layers(float_nodes, names), _collect_layers(nodes, names)
     rows = [
         LayerTime(
             name,
-            seconds=_sum_seconds(nodes),
-            float_seconds=_sum_seconds(float_nodes),
-            kernels=_list_kernels(nodes),
-            float_kernels=_list_kernels(float_nodes),
+            seconds=_sum_seconds(layers.get(name, [])),
+            float_seconds=_sum_seconds(float_layers.get(name, [])),
+            kernels=_list_kernels(layers.get(name, [])),
+            float_kernels=_list_kernels(float_layers.get(name, [])),
         )
-        for name, (float_nodes, nodes) in layers.items()
+        for name in float_layers | layers
     ]
     return tuple(sorted(rows, key=lambda row: -(row.seconds or 0.0)))
+
+
+def _collect_layers(nodes: Nodes, names: Mapping[str, str]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the nodes of one file by layer."""
+    layers: dict[str, list[Mapping[str, Any]]] = {}
+    for node in nodes:
+        scope = read_scope(node["name"], node["op"])
+        layers.setdefault(names.get(scope, scope), []).append(node)
+    return layers
 
 
 def read_scope(name: str, op: str) -> str:
@@ -115,7 +120,10 @@ def _list_kernels(nodes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def map_layer_names(model: Any) -> dict[str, str]:
-    """Map the module path of each group, which begins the names of its nodes in the file, to the name of the layer."""
+    """Map the module path of each group, which begins the names of its nodes in the file, to the name of the layer.
+
+    Example: "block.conv_bn_relu" -> "block.conv"
+    """
     if not isinstance(model, fx.GraphModule) or not has_record(model):
         return {}
     layer_names = record_of(model).names

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
+from scalepoint.graph.dry_run import BoundInputs
 from scalepoint.runtimes import Runtime, Status, Variant
 from scalepoint.runtimes.process import ExchangeFiles, TaskResult, run_task
 from scalepoint.runtimes.runtime import ExecutedNodes
@@ -30,7 +31,7 @@ class Simulation(NamedTuple):
     """A model, its inputs, and the results of its simulation."""
 
     model: nn.Module
-    inputs: tuple[Any, Any]
+    inputs: BoundInputs
     expected: list[Tensor]
     codes: Codes
 

@@ -8,13 +8,23 @@ from torch import Tensor, fx, nn
 
 from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import UsageError
+from scalepoint.graph.dry_run import BoundInputs
 from scalepoint.graph.example_inputs import describe_ids_out_of_range
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.quantize.quantizers import QuantStub
 
 
-def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Run the simulation. Return its outputs, and the codes at every stub, one tensor per call."""
+def simulate(model: nn.Module, inputs: BoundInputs) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """Run the simulation.
+
+    Args:
+        model: The fake-quantized model.
+        inputs: Positional and keyword inputs: (args, kwargs).
+
+    Returns:
+        The outputs, and the codes of every enabled stub, one tensor per call: [] for a stub with a float dtype or
+        several scales, whose codes are not compared.
+    """
     codes: dict[str, list[Tensor]] = {}
     handles = [
         module.register_forward_hook(_record_outputs(codes.setdefault(name, [])))
@@ -35,6 +45,8 @@ def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], d
 
 
 def _record_outputs(calls: list[Tensor]) -> Any:
+    """Return a forward hook that adds the codes of a stub's output to `calls`, if it has integers and one scale."""
+
     def record(stub: QuantStub, inputs: Any, output: Tensor) -> None:
         if not stub.quantizer.grid.format.is_float and stub.scale.ndim == 0:
             calls.append(((output / stub.scale).round() + stub.zero_point).to(torch.int32))
@@ -48,7 +60,7 @@ def to_file_array(tensor: Tensor) -> np.ndarray:
     return (tensor.to(torch.float32) if tensor.is_floating_point() else tensor).numpy()
 
 
-def build_feeds(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
+def build_feeds(model: nn.Module, inputs: BoundInputs) -> dict[str, np.ndarray]:
     """Return the tensors among the inputs, by the names of the file's inputs.
 
     Values that are not tensors are constants in the file. A keyword argument gets the keys of its path as its name.
@@ -59,9 +71,14 @@ def build_feeds(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarr
         else []
     )
     leaves = pytree.tree_leaves(inputs[0])
+    # A captured graph has one placeholder per leaf of args and kwargs, in this order. Without it leaves are numbered.
     names = placeholders if len(placeholders) >= len(leaves) else map(str, range(len(leaves)))
     values = dict(zip(names, leaves, strict=False))
     for path, leaf in pytree.tree_flatten_with_path(inputs[1])[0]:
-        name = "_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-        values[name] = leaf
+        values["_".join(map(_key_text, path))] = leaf
     return {name: to_file_array(value) for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _key_text(key: Any) -> str:
+    """Return the text of one key of a pytree path: "mask" for a key of a dict, "0" for an index of a list."""
+    return str(getattr(key, "key", getattr(key, "idx", key)))

@@ -10,15 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from scalepoint.compat.torch_names import pytree
+from scalepoint.graph.dry_run import BoundInputs
 
-HALVINGS = 3
+HALVINGS = 3  # down to an eighth of each size
 IMAGE_STEP = 32  # most networks need image sizes that are multiples of this
 MIN_IMAGE_SIZE, MIN_SEQUENCE_LENGTH = 32, 8
 
-Inputs = tuple[Any, Any]  # args and kwargs
 
-
-def shrink_inputs(inputs: Inputs) -> Iterator[Inputs]:
+def shrink_inputs(inputs: BoundInputs) -> Iterator[BoundInputs]:
     """Yield smaller inputs, the largest first. Values are cut off at the end of their axes."""
     tensors = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim > 1]
     batch = max((len(value) for value in tensors), default=1)
@@ -36,6 +35,7 @@ def _shrink(value: Any, batch: int, divisor: int) -> Any:
     if not isinstance(value, Tensor) or value.ndim < 2:
         return value
     value = value[:1] if len(value) == batch else value
+    # Images (N, C, H, W) shrink along all spatial axes, tokens (N, L) or (N, L, C) along L.
     for axis in range(2, value.ndim) if value.ndim > 3 else (1,):
         size = value.shape[axis]
         if value.ndim > 3:
@@ -47,13 +47,13 @@ def _shrink(value: Any, batch: int, divisor: int) -> Any:
     return value.contiguous()
 
 
-def is_cropped(inputs: Inputs, smaller: Inputs) -> bool:
+def is_cropped(inputs: BoundInputs, smaller: BoundInputs) -> bool:
     """Whether smaller inputs are only a part of one sample, instead of a whole sample."""
     pairs = zip(pytree.tree_leaves(inputs), pytree.tree_leaves(smaller), strict=True)
     return any(isinstance(value, Tensor) and value.shape[1:] != part.shape[1:] for value, part in pairs)
 
 
-def describe_sizes(inputs: Inputs) -> str:
+def describe_sizes(inputs: BoundInputs) -> str:
     """Return the sizes of all tensors, for example "1x3x112x112"."""
     leaves = pytree.tree_leaves(inputs)
     return ", ".join("x".join(map(str, value.shape)) for value in leaves if isinstance(value, Tensor))

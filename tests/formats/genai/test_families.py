@@ -61,6 +61,15 @@ def test_rotary_pct_rotates_a_part_of_every_head():
     assert describe_decoder({**config, "rotary_pct": 0.25}).blocks[0].rotary.channels == 16
 
 
+@pytest.mark.parametrize(
+    ("settings", "activation"),
+    [({}, "gelu_tanh"), ({"hidden_act": "gelu"}, "gelu_tanh"), ({"hidden_act": "relu"}, "relu")],
+)
+def test_gemma_has_the_activation_that_transformers_computes(settings, activation):
+    config = {key: value for key, value in make_config("GemmaConfig").items() if not key.startswith("hidden_act")}
+    assert describe_decoder({**config, **settings}).activation == activation
+
+
 def test_gpt2_with_scaling_by_layer_index_is_rejected():
     config = transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True).to_dict()
     with pytest.raises(TargetError, match="scale_attn_by_inverse_layer_idx"):

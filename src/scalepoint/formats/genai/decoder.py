@@ -73,12 +73,12 @@ class Decoder:
     activation: Activation = "silu"
     norm: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0  # added to the stored weight of a norm
-    is_parallel: bool = False
-    qk_norm: Literal["", "head", "all"] = ""
+    is_parallel: bool = False  # the formula "parallel" above
+    qk_norm: Literal["", "head", "all"] = ""  # norm of queries and keys: none, over each head, over all heads together
     qkv_clip: float | None = None  # limit of queries, keys and values
     attention_scale: float | None = None  # None: 1 / sqrt(head_size)
-    attention_softcap: float = 0.0
-    logit_softcap: float = 0.0
+    attention_softcap: float = 0.0  # c in c tanh(scores / c); 0: none
+    logit_softcap: float = 0.0  # the same for logits
     embedding_scale: float = 1.0
     is_transposed: bool = False  # the checkpoint stores matrices as (in, out)
     interleaves_qkv: bool = False  # the rows of qkv are q, k, v of the first head, then of the second, ...

@@ -1,4 +1,12 @@
-"""The supported families of language models: for each a function that turns config.json into a Decoder."""
+"""The supported families of language models: for each a function that turns config.json into a Decoder.
+
+`_llama_like` reads the keys that most configs share. A family passes the fields of Decoder that differ:
+
+    qk_norm          "head": a norm over each head of queries and keys; "all": one norm over all heads
+    norm_offset      1: the checkpoint stores the weight of a norm minus 1 (Gemma)
+    interleaves_qkv  rows of qkv are q, k, v of the first head, then of the second, ... (GPT-NeoX)
+    is_transposed    matrices are stored as (in, out), as by Conv1D of GPT-2
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,7 +28,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# Layers of a block: the role that network.py uses -> the name in the checkpoint
+# Layers of a block: the role that network.py uses -> the name in the checkpoint. A name that no block has is not read:
+# a block with experts does not use GATED.
 ATTENTION = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
 GATED = {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 PRE_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
@@ -33,7 +42,7 @@ SHARED_EXPERT = {
     "shared_router": "mlp.shared_expert_gate",
 }
 EXPERTS = {part: f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")}
-MIXTRAL = {
+MIXTRAL_EXPERTS = {
     "gate": "block_sparse_moe.experts.{expert}.w1",
     "up": "block_sparse_moe.experts.{expert}.w3",
     "down": "block_sparse_moe.experts.{expert}.w2",
@@ -67,14 +76,21 @@ def _llama_like(config: Config, model_type: str, parts: Mapping[str, str], **ove
         "head_size": head_size,
         "context_length": int(config["max_position_embeddings"]),
         "norm_epsilon": float(config.get("rms_norm_eps") or 1e-5),
-        "names": TensorNames("model.embed_tokens", "model.norm", "lm_head", "model.layers.{block}.", parts),
+        "names": _name_tensors(parts),
         "blocks": _describe_blocks(config, head_size),
         "has_tied_head": bool(config.get("tie_word_embeddings", False)),
-        "activation": _find_activation(config.get("hidden_act") or config["hidden_activation"]),
     }
+    if "activation" not in overrides:  # Gemma's config may lack both keys
+        fields["activation"] = _find_activation(config.get("hidden_act") or config["hidden_activation"])
     decoder = Decoder(**{**fields, **overrides})
     limits = [block.rotary.max_positions for block in decoder.blocks if block.rotary and block.rotary.max_positions]
     return replace(decoder, context_length=min([decoder.context_length, *limits]))
+
+
+def _name_tensors(parts: Mapping[str, str], norm: str = "model.norm") -> TensorNames:
+    return TensorNames(
+        embedding="model.embed_tokens", norm=norm, head="lm_head", block="model.layers.{block}.", parts=parts
+    )
 
 
 def _describe_blocks(config: Config, head_size: int) -> tuple[DecoderBlock, ...]:
@@ -82,10 +98,10 @@ def _describe_blocks(config: Config, head_size: int) -> tuple[DecoderBlock, ...]
     layer_types = config.get("layer_types") or [
         _layer_type(config, index) for index in range(int(config["num_hidden_layers"]))
     ]
-    base = {"sliding_attention": config.get("rope_local_base_freq")}
+    rotary_base_by_layer_type = {"sliding_attention": config.get("rope_local_base_freq")}
     return tuple(
         DecoderBlock(
-            rotary=describe_rotary(config, head_size, layer_type, base.get(layer_type)),
+            rotary=describe_rotary(config, head_size, layer_type, rotary_base_by_layer_type.get(layer_type)),
             window=int(window) if window and layer_type == "sliding_attention" else None,
             has_experts=_has_experts(config, index),
         )
@@ -94,7 +110,7 @@ def _describe_blocks(config: Config, head_size: int) -> tuple[DecoderBlock, ...]
 
 
 def _layer_type(config: Config, index: int) -> str:
-    """Return the layer type of a block for a config of an older transformers, whose code decided it."""
+    """Return the layer type of a block as the code of older transformers does, whose configs have no `layer_types`."""
     family = str(config["model_type"])
     full_attention_period = {
         "gemma2": 2,
@@ -145,13 +161,16 @@ def _phi(config: Config) -> Decoder:
         "down": "mlp.fc2",
         "before_attention": "input_layernorm",
     }
-    names = TensorNames("model.embed_tokens", "model.final_layernorm", "lm_head", "model.layers.{block}.", parts)
+    names = _name_tensors(parts, norm="model.final_layernorm")
     epsilon = float(config["layer_norm_eps"])
     return _llama_like(config, "phi", parts, names=names, norm="layer", is_parallel=True, norm_epsilon=epsilon)
 
 
 def _gemma(config: Config) -> Decoder:
-    activation = config.get("hidden_activation") or "gelu_pytorch_tanh"  # Gemma's code ignores hidden_act
+    hidden_act = config.get("hidden_act") or "gelu_pytorch_tanh"
+    if hidden_act == "gelu":  # in configs of the first release, which meant the approximation
+        hidden_act = "gelu_pytorch_tanh"
+    activation = config.get("hidden_activation") or hidden_act
     return _llama_like(config, "gemma", {**ATTENTION, **GATED, **PRE_NORMS}, **_gemma_settings(config, activation))
 
 
@@ -185,6 +204,7 @@ def _gemma_settings(config: Config, activation: str) -> dict[str, Any]:
 
 
 def _olmo(config: Config) -> Decoder:
+    # The norms of OLMo have no weights in the checkpoint. A norm needs a name to exist in the graph.
     parts = {**ATTENTION, **GATED, **PRE_NORMS}
     return _llama_like(config, "olmo", parts, norm="layer", norm_epsilon=1e-5, qkv_clip=config.get("clip_qkv"))
 
@@ -195,14 +215,17 @@ def _olmo2_or_3(config: Config) -> Decoder:
 
 
 def _mixture(config: Config, extra_parts: Mapping[str, str] | None = None, **overrides: Any) -> Decoder:
-    """Describe Qwen-MoE, OLMoE or Mixtral, whose checkpoints store experts one by one."""
+    """Describe Qwen-MoE, OLMoE or Mixtral, whose checkpoints store experts one by one.
+
+    Some blocks of Qwen-MoE have the layers of GATED instead of experts.
+    """
     model_type = str(config["model_type"])
     is_mixtral = model_type == "mixtral"
     experts = DecoderExperts(
         count=int(config.get("num_experts") or config["num_local_experts"]),
         active_count=int(config["num_experts_per_tok"]),
         normalizes_weights=is_mixtral or bool(config.get("norm_topk_prob", False)),
-        names=MIXTRAL if is_mixtral else EXPERTS,
+        names=MIXTRAL_EXPERTS if is_mixtral else EXPERTS,
     )
     router = {"router": "block_sparse_moe.gate"} if is_mixtral else ROUTER
     parts = {**ATTENTION, **GATED, **PRE_NORMS, **router, **(extra_parts or {})}
@@ -242,7 +265,9 @@ def _gpt2(config: Config) -> Decoder:
         head_size=hidden_size // head_count,
         context_length=int(config["n_positions"]),
         norm_epsilon=float(config["layer_norm_epsilon"]),
-        names=TensorNames("wte", "ln_f", "lm_head", "h.{block}.", parts, "wpe"),
+        names=TensorNames(
+            embedding="wte", norm="ln_f", head="lm_head", block="h.{block}.", parts=parts, positions="wpe"
+        ),
         blocks=(DecoderBlock(),) * int(config["n_layer"]),
         has_tied_head=bool(config.get("tie_word_embeddings", True)),
         activation=_find_activation(config["activation_function"]),
@@ -261,7 +286,11 @@ def _gpt_neox(config: Config) -> Decoder:
         **PRE_NORMS,
     }
     names = TensorNames(
-        "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out", "gpt_neox.layers.{block}.", parts
+        embedding="gpt_neox.embed_in",
+        norm="gpt_neox.final_layer_norm",
+        head="embed_out",
+        block="gpt_neox.layers.{block}.",
+        parts=parts,
     )
     return _llama_like(
         config,

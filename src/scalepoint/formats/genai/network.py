@@ -142,6 +142,7 @@ class NetworkWriter:
         if self.cache is not None:
             quant_types = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
             attributes |= {"kv_cache_bit_width": self.cache.bits, **quant_types}
+            # The three omitted inputs are position_ids, attention_bias and head_sink.
             inputs += ["", "", "", *self._add_cache_scales(self.cache, index)]
         outputs = [label, *present]
         attended = graph.add_multi_output_node(

@@ -1,7 +1,7 @@
 """Operations that LiteRT does not have, written with operations that it has.
 
-Each function has the signature of its aten operation. It returns NotImplemented for arguments that need no
-decomposition or have none.
+Each function has the signature of its aten operation, except `attention`, the core of formats/lowering.py. It returns
+NotImplemented for arguments that need no decomposition or have none. Then the operation stays as it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,9 @@ SLICE_TO_END = 2**62  # torch writes an open end as 2**63 - 1
 
 
 def decompose_program(program: ExportedProgram) -> ExportedProgram:
-    """Decompose the operations that no function writes, with torch's decompositions and those of this module."""
+    """Decompose the operations that have no writer, with torch's decompositions and those of this module."""
     torch_decompositions: Any = torch.export.default_decompositions()
+    # Sizes and strides (aten.sym_size, aten.sym_stride) are numbers of the exported graph, not operations of the file.
     decompositions = {
         operation: decomposition
         for operation, decomposition in torch_decompositions.items()
@@ -38,6 +39,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, fa
 
 
 def vector_norm(x: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Compute sqrt(sum x^2). `dtype` has no effect: all values of the file are float32."""
     if order != 2:
         return NotImplemented
     axes = list(range(x.ndim)) if dim is None else dim
@@ -99,7 +101,10 @@ def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
 
 
 def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
-    """Compute log(1 + exp(b x)) / b as (max(b x, 0) + log(1 + exp(-|b x|))) / b, which cannot overflow."""
+    """Compute log(1 + exp(b x)) / b as (max(b x, 0) + log(1 + exp(-|b x|))) / b, which cannot overflow.
+
+    So `threshold` is not needed, above which torch returns x.
+    """
     scaled = x * beta
     return (torch.relu(scaled) + torch.log(torch.exp(-scaled.abs()) + 1)) / beta
 
@@ -128,7 +133,7 @@ def max_pool_1d(
 
 
 def adaptive_average(x: Tensor, size: Sequence[int]) -> Any:
-    """Compute windows of different sizes as products with a matrix of weights, along both axes."""
+    """Compute windows of different sizes as y = R^T x C, with the window weights R of rows and C of columns."""
     sizes = [(int(input_size), output_size) for input_size, output_size in zip(x.shape[2:], size, strict=True)]
     if all(input_size % output_size == 0 for input_size, output_size in sizes):
         return NotImplemented
@@ -202,5 +207,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.avg_pool1d.default: average_pool_1d,
     aten.max_pool1d.default: max_pool_1d,
     aten.adaptive_avg_pool1d.default: lambda x, size: aten.adaptive_avg_pool2d(x.unsqueeze(2), [1, *size]).squeeze(2),
-    aten.sigmoid_.default: torch.sigmoid,
 }
