@@ -30,12 +30,16 @@ TRIALS = {"few": (25, 40), "all": (1500, 1500)}  # numbers of truncated lengths 
 amounts = pytest.mark.parametrize("amount", ["few", pytest.param("all", marks=pytest.mark.slow)])
 
 
-def write_model(name: str, folder: Path) -> tuple[Path, Path]:
-    """Write a model. Returns its path, and the file to damage, which may be inside of a package."""
-    suffix, target, inside = FORMATS[name]
+def _skip_without_package(name: str) -> None:
     packages = {"coreai": "coreai_torch", "coreml": "coremltools", "executorch": "executorch"}
     if name in packages:
         pytest.importorskip(packages[name])
+
+
+def write_model(name: str, folder: Path) -> tuple[Path, Path]:
+    """Write a model. Returns its path, and the file to damage, which may be inside of a package."""
+    suffix, target, inside = FORMATS[name]
+    _skip_without_package(name)
     torch.manual_seed(0)
     x = torch.randn(2, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
@@ -88,6 +92,7 @@ def zero(path: Path) -> None:
 @pytest.mark.parametrize("spoil", [fifo, sparse, zero])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_path_that_is_not_a_regular_file_is_refused_without_reading_it(name: str, spoil: Any, tmp_path: Path) -> None:
+    _skip_without_package(name)
     suffix, _, inside = FORMATS[name]
     path = tmp_path / f"model{suffix}"
     (path / inside).parent.mkdir(parents=True, exist_ok=True)
