@@ -287,8 +287,8 @@ def _match_input_names(names: list[str], feeds: Arrays) -> Arrays:
     """
     if len(names) > len(feeds):
         raise SystemExit(f"the file takes {len(names)} inputs ({', '.join(names)}), got {len(feeds)}")
-    others = iter([value for name, value in feeds.items() if name not in names])
-    return {name: feeds[name] if name in feeds else next(others) for name in names}
+    unmatched = iter([value for name, value in feeds.items() if name not in names])
+    return {name: feeds[name] if name in feeds else next(unmatched) for name in names}
 
 
 def _to_npz(outputs: list[tuple[str, np.ndarray]]) -> bytes:
