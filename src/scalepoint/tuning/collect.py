@@ -268,6 +268,7 @@ class RowCollector:
                 else:
                     targets = exact
                 yield RowChunk(is_holdout, noisy, *batch.operand.adjust_targets(targets, chunk_rows))
+            del batch  # else its tensors stay in memory while the next batch is read
 
     def _plan_rows(self, use: LayerUse, grouped: GroupedLayer) -> _RowPlan:
         """Count the rows of all ranks, and choose which share of them is used."""

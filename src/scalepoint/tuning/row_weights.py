@@ -11,9 +11,9 @@ from torch import Tensor, fx
 
 from scalepoint.patterns.fused import FusedNorm
 from scalepoint.quantize.operations import get_part_kind
+from scalepoint.quantize.smooth import NORM_KINDS
 from scalepoint.tuning.walk import StreamWalk
 
-NORM_KINDS = ("layer_norm", "rms_norm")
 EPSILON = 1e-5  # the default of norms
 
 
